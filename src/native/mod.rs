@@ -1,0 +1,226 @@
+//! The safe side of the C++ shim (`shim.cpp`): a TorchScript module with its signature, its
+//! buffers, and calls by argument name, none of which `tch` exposes.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+use std::ptr::NonNull;
+
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+#[repr(C)]
+struct RawModule {
+    _opaque: [u8; 0],
+}
+
+type EmitArgument = extern "C" fn(*mut c_void, *const c_char, *const c_char, c_int);
+type EmitTensor = extern "C" fn(*mut c_void, *const c_char, *mut C_tensor);
+
+unsafe extern "C" {
+    fn gp_libtorch_version() -> *const c_char;
+    fn gp_free_message(message: *mut c_char);
+    fn gp_module_load(
+        path: *const c_char,
+        device: *const c_char,
+        out: *mut *mut RawModule,
+    ) -> *mut c_char;
+    fn gp_module_free(module: *mut RawModule);
+    fn gp_module_set_training(module: *mut RawModule, training: c_int) -> *mut c_char;
+    fn gp_module_is_training(module: *const RawModule) -> c_int;
+    fn gp_module_arguments(
+        module: *const RawModule,
+        context: *mut c_void,
+        emit: EmitArgument,
+    ) -> *mut c_char;
+    fn gp_module_tensors(
+        module: *const RawModule,
+        buffers: c_int,
+        context: *mut c_void,
+        emit: EmitTensor,
+    ) -> *mut c_char;
+    fn gp_module_cast(module: *mut RawModule, scalar_type: c_int) -> *mut c_char;
+    fn gp_module_forward(
+        module: *mut RawModule,
+        names: *const *const c_char,
+        inputs: *const *mut C_tensor,
+        count: usize,
+        optimize: c_int,
+        context: *mut c_void,
+        emit: EmitTensor,
+    ) -> *mut c_char;
+}
+
+/// One argument of a module's forward.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Argument {
+    pub name: String,
+    /// Its TorchScript type as written in Python: `Tensor`, `Optional[Tensor]`, `int`.
+    pub type_name: String,
+    pub has_default: bool,
+}
+
+/// A loaded TorchScript module. Errors are libtorch's own words.
+pub(crate) struct Module {
+    raw: NonNull<RawModule>,
+}
+
+// SAFETY: the module is a reference-counted C++ object with no ties to the thread that made it, and
+// `Module` hands out no reference into it.
+unsafe impl Send for Module {}
+
+impl Module {
+    pub fn load(path: &Path, device: Device) -> Result<Self, String> {
+        let path = path.to_str().ok_or("the path is not UTF-8")?;
+        let path = CString::new(path).map_err(|_| "the path holds a zero byte")?;
+        let device = CString::new(device_name(device)).map_err(|error| error.to_string())?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: both strings live through the call, and `raw` is written before success.
+        check(unsafe { gp_module_load(path.as_ptr(), device.as_ptr(), &mut raw) })?;
+        NonNull::new(raw).map(|raw| Self { raw }).ok_or_else(|| "no module was loaded".into())
+    }
+
+    pub fn set_training(&mut self, training: bool) -> Result<(), String> {
+        // SAFETY: `raw` is a live module for as long as `self` is.
+        check(unsafe { gp_module_set_training(self.raw.as_ptr(), c_int::from(training)) })
+    }
+
+    pub fn is_training(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { gp_module_is_training(self.raw.as_ptr()) != 0 }
+    }
+
+    pub fn arguments(&self) -> Result<Vec<Argument>, String> {
+        let mut arguments: Vec<Argument> = Vec::new();
+        let context = (&raw mut arguments).cast();
+        // SAFETY: `collect_argument` takes the context for the vector it is, during the call only.
+        check(unsafe { gp_module_arguments(self.raw.as_ptr(), context, collect_argument) })?;
+        Ok(arguments)
+    }
+
+    /// Parameters with their dotted names; the same tensor comes once for every name it has.
+    pub fn named_parameters(&self) -> Result<Vec<(String, Tensor)>, String> {
+        self.tensors(false)
+    }
+
+    pub fn named_buffers(&self) -> Result<Vec<(String, Tensor)>, String> {
+        self.tensors(true)
+    }
+
+    fn tensors(&self, buffers: bool) -> Result<Vec<(String, Tensor)>, String> {
+        let mut tensors: Vec<(String, Tensor)> = Vec::new();
+        let context = (&raw mut tensors).cast();
+        let buffers = c_int::from(buffers);
+        // SAFETY: `collect_tensor` takes the context for the vector it is, during the call only.
+        check(unsafe { gp_module_tensors(self.raw.as_ptr(), buffers, context, collect_tensor) })?;
+        Ok(tensors)
+    }
+
+    /// Casts floating-point parameters and buffers, and leaves integer ones alone.
+    pub fn cast(&mut self, kind: Kind) -> Result<(), String> {
+        // The numbers of c10::ScalarType; tch keeps its own to itself.
+        let scalar_type = match kind {
+            Kind::Half => 5,
+            Kind::Float => 6,
+            Kind::Double => 7,
+            Kind::BFloat16 => 15,
+            _ => return Err(format!("weights cannot be cast to {kind:?}")),
+        };
+        // SAFETY: `raw` is a live module for as long as `self` is.
+        check(unsafe { gp_module_cast(self.raw.as_ptr(), scalar_type) })
+    }
+
+    /// Calls forward by argument names and returns the tensors of its output: one with an empty
+    /// name, or those of a tuple, list or dictionary under their indices or keys.
+    pub fn forward(
+        &self,
+        inputs: &[(&str, &Tensor)],
+        optimize: bool,
+    ) -> Result<Vec<(String, Tensor)>, String> {
+        let names = inputs
+            .iter()
+            .map(|(name, _)| CString::new(*name).map_err(|_| "an argument name holds a zero byte"))
+            .collect::<Result<Vec<_>, _>>()?;
+        let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
+        let tensors: Vec<*mut C_tensor> =
+            inputs.iter().map(|(_, tensor)| tensor.as_ptr().cast_mut()).collect();
+        let mut outputs: Vec<(String, Tensor)> = Vec::new();
+        let context = (&raw mut outputs).cast();
+        // SAFETY: names and tensors outlive the call, which copies the tensors' handles and does
+        // not write through the pointers; the context is the vector that `collect_tensor` expects.
+        check(unsafe {
+            gp_module_forward(
+                self.raw.as_ptr(),
+                names.as_ptr(),
+                tensors.as_ptr(),
+                inputs.len(),
+                c_int::from(optimize),
+                context,
+                collect_tensor,
+            )
+        })?;
+        Ok(outputs)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: `raw` came from gp_module_load and is freed once.
+        unsafe { gp_module_free(self.raw.as_ptr()) }
+    }
+}
+
+/// The version of libtorch that this was built with.
+pub(crate) fn libtorch_version() -> String {
+    // SAFETY: a string literal of the shim.
+    unsafe { CStr::from_ptr(gp_libtorch_version()) }.to_string_lossy().into_owned()
+}
+
+/// The name by which libtorch parses a device.
+pub(crate) fn device_name(device: Device) -> String {
+    match device {
+        Device::Cpu => "cpu".into(),
+        Device::Cuda(index) => format!("cuda:{index}"),
+        Device::Mps => "mps".into(),
+        Device::Vulkan => "vulkan".into(),
+    }
+}
+
+fn check(message: *mut c_char) -> Result<(), String> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a message of the shim is a zero-terminated string that we own.
+    let text = unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned();
+    // SAFETY: freed once, by the allocator that made it.
+    unsafe { gp_free_message(message) };
+    Err(text)
+}
+
+extern "C" fn collect_argument(
+    context: *mut c_void,
+    name: *const c_char,
+    type_name: *const c_char,
+    has_default: c_int,
+) {
+    // SAFETY: the shim passes back the context it was given, and strings that live through the call.
+    let (arguments, name, type_name) = unsafe {
+        (&mut *context.cast::<Vec<Argument>>(), CStr::from_ptr(name), CStr::from_ptr(type_name))
+    };
+    arguments.push(Argument {
+        name: name.to_string_lossy().into_owned(),
+        type_name: type_name.to_string_lossy().into_owned(),
+        has_default: has_default != 0,
+    });
+}
+
+extern "C" fn collect_tensor(context: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
+    // SAFETY: as above; the tensor is ours from here on, and tch frees it as it was made.
+    let (tensors, name, tensor) = unsafe {
+        (
+            &mut *context.cast::<Vec<(String, Tensor)>>(),
+            CStr::from_ptr(name),
+            Tensor::from_ptr(tensor),
+        )
+    };
+    tensors.push((name.to_string_lossy().into_owned(), tensor));
+}

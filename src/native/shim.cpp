@@ -1,0 +1,165 @@
+// What tch does not expose of a TorchScript module: the signature of its forward, its buffers, the
+// identity of its tied weights, and calls by argument name. Every function returns nullptr, or a
+// message that the caller frees with gp_free_message. No exception leaves this file. Tensors are
+// handed over as `new at::Tensor`, which is what tch owns and frees.
+#include <torch/csrc/jit/runtime/graph_executor.h>
+#include <torch/script.h>
+#include <torch/version.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+using torch::jit::Module;
+using EmitArgument = void (*)(void* context, const char* name, const char* type, int has_default);
+using EmitTensor = void (*)(void* context, const char* name, at::Tensor* owned);
+
+namespace {
+
+template <typename Body>
+char* guarded(Body body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const c10::Error& error) {
+    return strdup(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return strdup(error.what());
+  } catch (...) {
+    return strdup("an exception that is no std::exception");
+  }
+}
+
+// A weight used under several names is stored once, but may be loaded as several tensors over the
+// same memory. Makes them one tensor, so that it has one gradient and is moved and cast once.
+void unify_tied_parameters(Module& module) {
+  using Key = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>>;
+  std::map<Key, at::Tensor> first;
+  for (auto submodule : module.modules()) {
+    for (const auto& parameter : submodule.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = parameter.value;
+      if (tensor.numel() == 0) continue;
+      auto [found, is_new] = first.emplace(
+          Key{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}, tensor);
+      if (is_new || found->second.is_same(tensor)) continue;
+      if (tensor.requires_grad()) found->second.requires_grad_(true);
+      submodule.setattr(parameter.name, found->second);
+    }
+  }
+}
+
+void emit_tensors(const c10::IValue& value, const std::string& path, void* context, EmitTensor emit) {
+  auto child = [&](const std::string& name) { return path.empty() ? name : path + "." + name; };
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) emit(context, path.c_str(), new at::Tensor(value.toTensor()));
+  } else if (value.isTuple()) {
+    const auto& elements = value.toTupleRef().elements();
+    // A named tuple keeps the names of its fields in its type.
+    const auto schema = value.toTupleRef().type()->schema();
+    for (size_t i = 0; i < elements.size(); ++i) {
+      const bool named = schema != nullptr && i < schema->arguments().size();
+      emit_tensors(elements[i], child(named ? schema->arguments()[i].name() : std::to_string(i)),
+                   context, emit);
+    }
+  } else if (value.isList()) {
+    const auto list = value.toListRef();
+    for (size_t i = 0; i < list.size(); ++i) {
+      emit_tensors(list[i], child(std::to_string(i)), context, emit);
+    }
+  } else if (value.isGenericDict()) {
+    for (const auto& item : value.toGenericDict()) {
+      if (item.key().isString()) {
+        emit_tensors(item.value(), child(item.key().toStringRef()), context, emit);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The libtorch whose headers this was compiled with.
+const char* gp_libtorch_version() { return TORCH_VERSION; }
+
+void gp_free_message(char* message) { std::free(message); }
+
+char* gp_module_load(const char* path, const char* device, Module** out) {
+  return guarded([&] {
+    auto module = torch::jit::load(path, c10::Device(device));
+    unify_tied_parameters(module);
+    *out = new Module(std::move(module));
+  });
+}
+
+void gp_module_free(Module* module) { delete module; }
+
+char* gp_module_set_training(Module* module, int training) {
+  return guarded([&] { module->train(training != 0); });
+}
+
+int gp_module_is_training(const Module* module) {
+  // A frozen module has no such flag.
+  auto flag = module->hasattr("training") ? module->attr("training") : c10::IValue(false);
+  return flag.isBool() && flag.toBool();
+}
+
+// The arguments of forward, self left out.
+char* gp_module_arguments(const Module* module, void* context, EmitArgument emit) {
+  return guarded([&] {
+    auto method = module->find_method("forward");
+    TORCH_CHECK(method.has_value(), "the module has no method named forward");
+    const auto& arguments = method->function().getSchema().arguments();
+    for (size_t i = 1; i < arguments.size(); ++i) {
+      emit(context, arguments[i].name().c_str(), arguments[i].type()->annotation_str().c_str(),
+           arguments[i].default_value().has_value());
+    }
+  });
+}
+
+// Parameters or buffers with their dotted names; a tied weight comes once a name.
+char* gp_module_tensors(const Module* module, int buffers, void* context, EmitTensor emit) {
+  return guarded([&] {
+    if (buffers) {
+      for (const auto& named : module->named_buffers()) {
+        emit(context, named.name.c_str(), new at::Tensor(named.value));
+      }
+    } else {
+      for (const auto& named : module->named_parameters()) {
+        emit(context, named.name.c_str(), new at::Tensor(named.value));
+      }
+    }
+  });
+}
+
+// Casts the floating-point parameters and buffers only: Module::to would turn integer buffers,
+// position ids for one, into floats.
+char* gp_module_cast(Module* module, int scalar_type) {
+  return guarded([&] {
+    torch::NoGradGuard no_grad;
+    auto cast = [&](at::Tensor tensor) {
+      if (tensor.is_floating_point()) {
+        tensor.set_data(tensor.to(static_cast<at::ScalarType>(scalar_type)));
+      }
+    };
+    for (auto tensor : module->parameters()) cast(tensor);
+    for (auto tensor : module->buffers()) cast(tensor);
+  });
+}
+
+// Calls forward by argument names. With `optimize` off the graph executor neither profiles nor
+// fuses, so that autograd records plain nodes; the flag is the thread's and is put back.
+char* gp_module_forward(Module* module, const char* const* names, at::Tensor* const* inputs,
+                        size_t count, int optimize, void* context, EmitTensor emit) {
+  return guarded([&] {
+    torch::jit::GraphOptimizerEnabledGuard guard(optimize != 0);
+    torch::jit::Kwargs arguments;
+    for (size_t i = 0; i < count; ++i) arguments.emplace(names[i], *inputs[i]);
+    emit_tensors(module->forward({}, arguments), "", context, emit);
+  });
+}
+
+}  // extern "C"
