@@ -1,0 +1,179 @@
+//! The algorithms as data: which terms make up a loss, and the presets.
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::advantage::{GRPO_EPSILON, GroupIndex, discounted_returns, gae, on_last_token, whiten};
+use super::{
+    AdvantageEstimator, Aggregation, KlEstimator, KlGradient, KlPenalty, Surrogate, SurrogateForm,
+    Term, Tokens, masked,
+};
+use crate::error::{Error, Result};
+
+/// The log-ratio is clamped to ± this in every preset.
+const LOG_RATIO_CLAMP: f64 = 20.0;
+
+/// A named set of defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Preset {
+    /// GRPO (arXiv 2402.03300).
+    Grpo,
+    /// Dr.GRPO (arXiv 2503.20783).
+    DrGrpo,
+    /// DAPO (arXiv 2503.14476).
+    Dapo,
+    /// PPO (arXiv 1707.06347).
+    Ppo,
+    /// RLOO (arXiv 2402.14740).
+    Rloo,
+    /// REINFORCE++ (arXiv 2501.03262).
+    ReinforcePlusPlus,
+}
+
+/// A complete loss.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Algorithm {
+    /// How rewards become advantages.
+    pub advantage: AdvantageEstimator,
+    /// The task term.
+    pub surrogate: Surrogate,
+    /// How per-token terms become one number.
+    pub aggregation: Aggregation,
+    /// The constant length of [`Aggregation::SeqMeanTokenSumNorm`].
+    pub norm_length: Option<f64>,
+    /// Discount of GAE and of discounted returns.
+    pub gamma: f64,
+    /// λ of GAE.
+    pub lam: f64,
+    /// The KL term.
+    pub kl: KlPenalty,
+    /// The factor λ_H of the entropy, which the loss rewards.
+    pub entropy_coef: f64,
+}
+
+impl Preset {
+    /// The preset's loss. Dr.GRPO's `norm_length` has no default: it is the generation limit.
+    pub fn algorithm(self) -> Algorithm {
+        let grpo = Algorithm {
+            advantage: AdvantageEstimator::Grpo,
+            surrogate: Surrogate {
+                form: SurrogateForm::PpoClip,
+                clip_low: 0.2,
+                clip_high: 0.2,
+                dual_clip: None,
+                log_ratio_clamp: Some(LOG_RATIO_CLAMP),
+            },
+            aggregation: Aggregation::SeqMeanTokenMean,
+            norm_length: None,
+            gamma: 1.0,
+            lam: 1.0,
+            kl: KlPenalty {
+                coef: 0.001,
+                estimator: KlEstimator::K3,
+                gradient: KlGradient::Own,
+                log_ratio_clamp: Some(LOG_RATIO_CLAMP),
+                value_clamp: None,
+            },
+            entropy_coef: 0.0,
+        };
+        let without_kl = KlPenalty { coef: 0.0, ..grpo.kl };
+        match self {
+            Self::Grpo => grpo,
+            Self::DrGrpo => Algorithm {
+                advantage: AdvantageEstimator::DrGrpo,
+                aggregation: Aggregation::SeqMeanTokenSumNorm,
+                kl: without_kl,
+                ..grpo
+            },
+            Self::Dapo => Algorithm {
+                surrogate: Surrogate { clip_high: 0.28, ..grpo.surrogate },
+                aggregation: Aggregation::TokenMean,
+                kl: without_kl,
+                ..grpo
+            },
+            Self::Ppo => Algorithm {
+                advantage: AdvantageEstimator::Gae,
+                surrogate: Surrogate { dual_clip: Some(3.0), ..grpo.surrogate },
+                aggregation: Aggregation::TokenMean,
+                kl: without_kl,
+                ..grpo
+            },
+            Self::Rloo => Algorithm {
+                advantage: AdvantageEstimator::Rloo,
+                aggregation: Aggregation::SeqMeanTokenSum,
+                kl: without_kl,
+                ..grpo
+            },
+            Self::ReinforcePlusPlus => Algorithm {
+                advantage: AdvantageEstimator::ReinforcePlusPlus,
+                aggregation: Aggregation::TokenMean,
+                kl: without_kl,
+                ..grpo
+            },
+        }
+    }
+}
+
+/// What advantages are made from: a whole optimiser batch, in any order of rows.
+#[derive(Debug)]
+pub struct Rewards<'a> {
+    /// `[B]`, the reward of each row.
+    pub rewards: &'a Tensor,
+    /// `[B, T]`, if rewards are known by token; otherwise each row's reward sits on its last
+    /// sampled token.
+    pub token_rewards: Option<&'a Tensor>,
+    /// `[B, T]`, for GAE.
+    pub values: Option<&'a Tensor>,
+    /// `[B, T]`, non-zero on sampled tokens.
+    pub mask: &'a Tensor,
+    /// Which rows are answers to one prompt.
+    pub groups: &'a GroupIndex,
+}
+
+impl Algorithm {
+    /// The advantages `[B, T]` of a whole batch, 0 outside the mask.
+    ///
+    /// # Errors
+    /// If shapes disagree, or GAE is given no values.
+    pub fn advantages(&self, batch: &Rewards) -> Result<Tensor> {
+        let per_row = match self.advantage {
+            AdvantageEstimator::Grpo => batch.groups.grpo(batch.rewards, GRPO_EPSILON),
+            AdvantageEstimator::DrGrpo => batch.groups.dr_grpo(batch.rewards),
+            AdvantageEstimator::Rloo => batch.groups.rloo(batch.rewards),
+            AdvantageEstimator::Gae | AdvantageEstimator::ReinforcePlusPlus => {
+                return self.token_advantages(batch);
+            }
+        };
+        let per_token = per_row.unsqueeze(1).expand_as(batch.mask);
+        Ok(masked(&per_token, batch.mask))
+    }
+
+    fn token_advantages(&self, batch: &Rewards) -> Result<Tensor> {
+        let rewards = match batch.token_rewards {
+            Some(rewards) => rewards.shallow_clone(),
+            None => on_last_token(batch.rewards, batch.mask)?,
+        };
+        let raw = if self.advantage == AdvantageEstimator::Gae {
+            let values = batch.values.ok_or_else(|| Error::Argument {
+                argument: "values",
+                expected: "a value estimate for every token, since the advantage is GAE".into(),
+                found: "none".into(),
+            })?;
+            gae(&rewards, values, batch.mask, self.gamma, self.lam)?.advantages
+        } else {
+            discounted_returns(&rewards, batch.mask, self.gamma)?
+        };
+        whiten(&raw, batch.mask)
+    }
+
+    /// The task term of masked tokens.
+    pub fn task(&self, tokens: &Tokens) -> Term {
+        self.surrogate.term(&tokens.logp, &tokens.old_logp, &tokens.advantages, &tokens.mask)
+    }
+
+    /// The KL term of masked tokens at coefficient 1; none without a reference policy.
+    pub fn kl(&self, tokens: &Tokens) -> Option<Term> {
+        tokens.ref_logp.as_ref().map(|ref_logp| self.kl.term(&tokens.logp, ref_logp))
+    }
+}
