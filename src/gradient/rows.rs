@@ -1,0 +1,216 @@
+//! One trajectory under the policy: its log-probabilities, its loss terms, and what practitioners
+//! look at beside them.
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::objective::{self, Algorithm, Term, TokenWeights, Tokens};
+use crate::policy::Policy;
+use crate::rollout::{Group, Trajectory};
+
+/// What all trajectories are scored with.
+pub struct Scorer<'a> {
+    /// The policy whose gradient is split.
+    pub policy: &'a Policy,
+    /// The reference policy; if there is one it wins over the file's log-probabilities.
+    pub reference: Option<&'a Policy>,
+    /// The loss.
+    pub algorithm: &'a Algorithm,
+    /// The sampling temperature.
+    pub temperature: f64,
+    /// Whether the file's `old_logprobs` are left aside: the policy itself is then taken for the
+    /// one that sampled, at ratio 1.
+    pub recompute_old: bool,
+}
+
+/// A group with what its losses need beside the trajectories.
+pub struct GroupInput<'a> {
+    /// The trajectories.
+    pub group: &'a Group,
+    /// `[G, T]` float64 on the CPU, `T` the longest response.
+    pub advantages: Tensor,
+    /// The weights of the group's tokens, as if the batch were the group alone.
+    pub weights: TokenWeights,
+}
+
+/// One trajectory's share of the three losses of its group, scalars that carry the graph.
+pub(super) struct RowLosses {
+    pub task: Tensor,
+    pub kl: Option<Tensor>,
+    /// Minus the entropy.
+    pub entropy: Tensor,
+    /// The plain log-probability at advantage −1 and ratio 1: its gradient is the row's score.
+    pub score: Tensor,
+    pub stats: RowStats,
+}
+
+/// Sums over the sampled tokens of rows; they add up over a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RowStats {
+    /// Sampled tokens.
+    pub tokens: f64,
+    /// Σ r.
+    pub ratio: f64,
+    /// Σ r².
+    pub ratio_sq: f64,
+    /// max r.
+    pub ratio_max: f64,
+    /// Σ (r − 1 − d), an estimate of KL(old‖new) that is never negative.
+    pub approx_kl: f64,
+    /// Σ |d|.
+    pub log_ratio_abs: f64,
+    /// max |d|.
+    pub log_ratio_max: f64,
+    /// Tokens whose slope the clipping cuts.
+    pub clipped: f64,
+    /// Σ of the KL estimate to the reference policy.
+    pub kl: f64,
+    /// Σ of the entropy.
+    pub entropy: f64,
+}
+
+impl RowStats {
+    /// Adds the sums and takes the larger maxima.
+    pub fn merge(&mut self, other: &Self) {
+        self.tokens += other.tokens;
+        self.ratio += other.ratio;
+        self.ratio_sq += other.ratio_sq;
+        self.ratio_max = self.ratio_max.max(other.ratio_max);
+        self.approx_kl += other.approx_kl;
+        self.log_ratio_abs += other.log_ratio_abs;
+        self.log_ratio_max = self.log_ratio_max.max(other.log_ratio_max);
+        self.clipped += other.clipped;
+        self.kl += other.kl;
+        self.entropy += other.entropy;
+    }
+}
+
+impl Scorer<'_> {
+    /// The losses of row `row` of a group; one forward pass, and one of the reference policy.
+    pub(super) fn losses(&self, input: &GroupInput, row: usize) -> Result<RowLosses> {
+        let trajectory = &input.group.trajectories[row];
+        let log_probs =
+            objective::log_probs(&self.policy.response_logits(trajectory)?, self.temperature);
+        let actions =
+            Tensor::from_slice(trajectory.content.actions()).to_device(log_probs.device());
+        let logp = objective::gather(&log_probs, &actions)?.unsqueeze(0);
+        let entropy = objective::entropy(&log_probs).unsqueeze(0);
+        let length = trajectory.content.len() as i64;
+        let weights = input.weights.micro_batch(row as i64, 1, length);
+        let tokens = Tokens {
+            old_logp: match &trajectory.old_logprobs {
+                Some(old) if !self.recompute_old => row_like(old, &logp),
+                _ => logp.detach(),
+            },
+            ref_logp: self.reference_logp(trajectory, &actions, &logp)?,
+            advantages: input
+                .advantages
+                .select(0, row as i64)
+                .narrow(0, 0, length)
+                .unsqueeze(0)
+                .to_kind(logp.kind())
+                .to_device(logp.device()),
+            mask: weights.mask().shallow_clone(),
+            logp,
+        }
+        .masked()?;
+        let task = self.algorithm.task(&tokens);
+        let kl = self.algorithm.kl(&tokens);
+        let stats = self.stats(&tokens, &task, kl.as_ref(), &entropy)?;
+        let sum = |term: &Term| weights.sum(&term.attach(&tokens.logp));
+        Ok(RowLosses {
+            task: sum(&task)?,
+            kl: kl.as_ref().map(sum).transpose()?,
+            entropy: -weights.sum(&entropy)?,
+            score: weights.sum(&tokens.logp)?,
+            stats: finite(stats, input, row)?,
+        })
+    }
+
+    fn reference_logp(
+        &self,
+        trajectory: &Trajectory,
+        actions: &Tensor,
+        like: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(reference) = self.reference else {
+            return Ok(trajectory.ref_logprobs.as_ref().map(|logp| row_like(logp, like)));
+        };
+        let _no_grad = tch::no_grad_guard();
+        let log_probs =
+            objective::log_probs(&reference.response_logits(trajectory)?, self.temperature);
+        let logp = objective::gather(&log_probs, actions)?.unsqueeze(0);
+        Ok(Some(logp.to_kind(like.kind())))
+    }
+
+    /// One transfer from the device.
+    fn stats(
+        &self,
+        tokens: &Tokens,
+        task: &Term,
+        kl: Option<&Term>,
+        entropy: &Tensor,
+    ) -> Result<RowStats> {
+        let _no_grad = tch::no_grad_guard();
+        let kind = tokens.logp.kind();
+        let log_ratio = &tokens.logp - &tokens.old_logp;
+        let bound = self.algorithm.surrogate.log_ratio_clamp.unwrap_or(f64::INFINITY);
+        let ratio = log_ratio.clamp(-bound, bound).exp();
+        let clipped = self.algorithm.surrogate.is_clipped(task, &tokens.advantages);
+        let over_mask = |values: &Tensor| objective::masked(values, &tokens.mask).sum(kind);
+        let zero = Tensor::zeros([], (kind, tokens.logp.device()));
+        let numbers = Tensor::f_stack(
+            &[
+                tokens.mask.sum(kind),
+                over_mask(&ratio),
+                over_mask(&ratio.square()),
+                objective::masked(&ratio, &tokens.mask).max(),
+                over_mask(&(&ratio - 1.0 - &log_ratio)),
+                over_mask(&log_ratio.abs()),
+                log_ratio.abs().max(),
+                over_mask(&clipped.to_kind(kind)),
+                kl.map_or(zero, |kl| over_mask(&kl.value)),
+                over_mask(entropy),
+            ],
+            0,
+        )?;
+        let numbers: Vec<f64> = Vec::try_from(numbers.to_kind(Kind::Double))?;
+        Ok(RowStats {
+            tokens: numbers[0],
+            ratio: numbers[1],
+            ratio_sq: numbers[2],
+            ratio_max: numbers[3],
+            approx_kl: numbers[4],
+            log_ratio_abs: numbers[5],
+            log_ratio_max: numbers[6],
+            clipped: numbers[7],
+            kl: numbers[8],
+            entropy: numbers[9],
+        })
+    }
+}
+
+/// Numbers of the file as a row `[1, T]` of the dtype and device of `like`.
+fn row_like(numbers: &[f64], like: &Tensor) -> Tensor {
+    Tensor::from_slice(numbers).unsqueeze(0).to_kind(like.kind()).to_device(like.device())
+}
+
+fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<RowStats> {
+    let remedy = "the policy gives a sampled token probability 0, or its logits are not finite: is this the checkpoint, temperature and tokenizer of these rollouts?";
+    for (what, found) in [
+        ("a log-ratio to old_logprobs", stats.log_ratio_abs),
+        ("the KL estimate to the reference policy", stats.kl),
+        ("the entropy of the policy", stats.entropy),
+    ] {
+        if !found.is_finite() {
+            let line = input.group.trajectories[row].line;
+            return Err(Error::NonFinite {
+                place: format!("group `{}`, line {line} of the rollouts", input.group.id),
+                what: what.into(),
+                found,
+                remedy: remedy.into(),
+            });
+        }
+    }
+    Ok(stats)
+}
