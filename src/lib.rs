@@ -1,0 +1,23 @@
+//! gradprism splits a policy gradient, as a prism splits light: per prompt, into signal, task noise,
+//! and the gradients of the KL and entropy regularizers.
+//!
+//! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
+//! [`log`]. The whole way is a [`study`]; [`objective`], [`gradient`] and [`filter`] work on tensors
+//! alone and can be used in a training loop of one's own.
+//!
+//! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
+//! [`gradient::split`].
+
+pub mod config;
+pub mod doctor;
+pub mod error;
+pub mod filter;
+pub mod gradient;
+pub mod log;
+mod native;
+pub mod objective;
+pub mod policy;
+pub mod rollout;
+pub mod study;
+
+pub use error::{Error, Result};

@@ -1,0 +1,131 @@
+//! A batch made ready: advantages on the whole batch, reward variances, shares and padded masks.
+
+use tch::{Kind, Tensor};
+
+use crate::error::Result;
+use crate::gradient::GroupInput;
+use crate::objective::{Algorithm, GroupIndex, Rewards, TokenWeights};
+use crate::rollout::{Batch, Group, Trajectory};
+
+/// What the groups of a batch need before any gradient is taken. Advantages are computed once, on
+/// the whole batch, and are constants from then on.
+#[derive(Debug)]
+pub struct PreparedBatch {
+    /// `[B, T]` float64, rows group by group.
+    pub advantages: Tensor,
+    /// Each group's share ω of the batch loss.
+    pub shares: Vec<f64>,
+    /// The unbiased variance of each group's rewards; exactly 0 if they are equal.
+    pub reward_variances: Vec<f64>,
+    /// The first row of each group.
+    starts: Vec<i64>,
+    /// The rows of each group.
+    sizes: Vec<i64>,
+}
+
+impl PreparedBatch {
+    /// Computes advantages and shares.
+    ///
+    /// # Errors
+    /// If the algorithm needs something that the rollouts lack.
+    pub fn new(algorithm: &Algorithm, batch: &Batch) -> Result<Self> {
+        let rows: Vec<&Trajectory> = batch.trajectories().collect();
+        let length = rows.iter().map(|row| row.content.len()).max().unwrap_or(0);
+        let rewards: Vec<f64> = rows.iter().map(|row| row.reward).collect();
+        let rewards = Tensor::from_slice(&rewards);
+        let labels: Vec<usize> = batch
+            .groups
+            .iter()
+            .enumerate()
+            .flat_map(|(index, group)| std::iter::repeat_n(index, group.trajectories.len()))
+            .collect();
+        let groups = GroupIndex::new(&labels, &rewards);
+        let mask = padded_mask(&rows, length);
+        let token_rewards = padded(&rows, length, |row| row.token_rewards.as_deref());
+        let values = padded(&rows, length, |row| row.values.as_deref());
+        let advantages = algorithm.advantages(&Rewards {
+            rewards: &rewards,
+            token_rewards: token_rewards.as_ref(),
+            values: values.as_ref(),
+            mask: &mask,
+            groups: &groups,
+        })?;
+
+        let mut starts = Vec::with_capacity(batch.groups.len());
+        let mut next = 0;
+        for group in &batch.groups {
+            starts.push(next);
+            next += group.trajectories.len() as i64;
+        }
+        let variances: Vec<f64> = Vec::try_from(groups.variance(&rewards))?;
+        let whole = batch.counts();
+        Ok(Self {
+            advantages,
+            shares: batch
+                .groups
+                .iter()
+                .map(|group| algorithm.aggregation.group_share(group.counts(), whole))
+                .collect(),
+            reward_variances: starts.iter().map(|start| variances[*start as usize]).collect(),
+            starts,
+            sizes: batch.groups.iter().map(|group| group.trajectories.len() as i64).collect(),
+        })
+    }
+
+    /// The advantage of each row of a group, where every sampled token of a row has the same.
+    pub fn row_advantages(&self, index: usize) -> Vec<f64> {
+        let rows = self.advantages.narrow(0, self.starts[index], self.sizes[index]);
+        // Outside the mask it is 0: the entry farthest from 0 is the row's.
+        let (largest, smallest) = (rows.amax(1, false), rows.amin(1, false));
+        let per_row = largest.where_self(&largest.gt(0.0), &smallest);
+        (0..self.sizes[index]).map(|row| per_row.double_value(&[row])).collect()
+    }
+
+    /// A group with its advantages and its weights, as if the batch were the group alone.
+    ///
+    /// # Errors
+    /// If the aggregation lacks its `norm_length`.
+    pub fn group_input<'a>(
+        &self,
+        algorithm: &Algorithm,
+        batch: &'a Batch,
+        index: usize,
+    ) -> Result<GroupInput<'a>> {
+        let group: &Group = &batch.groups[index];
+        let rows: Vec<&Trajectory> = group.trajectories.iter().collect();
+        let length = rows.iter().map(|row| row.content.len()).max().unwrap_or(0);
+        let mask = padded_mask(&rows, length);
+        Ok(GroupInput {
+            group,
+            advantages: self.advantages.narrow(0, self.starts[index], rows.len() as i64).narrow(
+                1,
+                0,
+                length as i64,
+            ),
+            weights: TokenWeights::new(algorithm.aggregation, algorithm.norm_length, &mask)?,
+        })
+    }
+}
+
+/// `[B, T]` bool, true on sampled tokens.
+fn padded_mask(rows: &[&Trajectory], length: usize) -> Tensor {
+    let mut mask = vec![false; rows.len() * length];
+    for (row, padded) in rows.iter().zip(mask.chunks_mut(length)) {
+        padded[..row.mask.len()].copy_from_slice(&row.mask);
+    }
+    Tensor::from_slice(&mask).reshape([rows.len() as i64, length as i64]).to_kind(Kind::Bool)
+}
+
+/// `[B, T]` float64, 0 where a row ends; none unless every row has the array.
+fn padded<'a>(
+    rows: &[&'a Trajectory],
+    length: usize,
+    array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
+) -> Option<Tensor> {
+    let mut numbers = vec![0.0; rows.len() * length];
+    for (row, padded) in rows.iter().zip(numbers.chunks_mut(length)) {
+        let array = array(row)?;
+        padded[..array.len()].copy_from_slice(array);
+    }
+    Some(Tensor::from_slice(&numbers).reshape([rows.len() as i64, length as i64]))
+}
