@@ -1,0 +1,12 @@
+//! What a run leaves behind: its directory, TensorBoard events, JSON and pictures. Every failure is
+//! an error; none is a panic.
+
+mod directory;
+mod events;
+mod picture;
+mod study;
+
+pub use directory::RunDirectory;
+pub use events::EventWriter;
+pub use picture::{Mark, Picture, Scatter};
+pub use study::StudyLog;

@@ -1,0 +1,131 @@
+//! A study in TensorBoard: one point a step.
+
+use super::directory::RunDirectory;
+use super::events::EventWriter;
+use super::picture::{Mark, Scatter};
+use crate::error::Result;
+use crate::study::{BatchRecord, SIGNIFICANT};
+
+/// Writes the steps of a study as they are finished.
+pub struct StudyLog {
+    events: EventWriter,
+}
+
+impl StudyLog {
+    /// Starts the event file with the resolved configuration as text.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn create(directory: &RunDirectory, config: &str) -> Result<Self> {
+        let mut events = EventWriter::create(directory.path())?;
+        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
+        Ok(Self { events })
+    }
+
+    /// Writes one step.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn step(&mut self, record: &BatchRecord) -> Result<()> {
+        let step = record.step;
+        for (tag, value) in scalars(record) {
+            self.events.scalar(&tag, step, value)?;
+        }
+        let of = |value: fn(&crate::study::GroupRecord) -> f64| {
+            record.groups.iter().map(value).collect::<Vec<f64>>()
+        };
+        self.events.histogram("snr/histogram", step, &of(|group| group.split.snr))?;
+        self.events.histogram(
+            "reward/variance_histogram",
+            step,
+            &of(|group| group.reward_variance),
+        )?;
+        let marks: Vec<Mark> = record
+            .groups
+            .iter()
+            .map(|group| Mark {
+                x: group.reward_variance,
+                y: group.split.snr,
+                strong: group.split.signal_p.is_some_and(|p| p <= SIGNIFICANT),
+                filled: group.kept,
+            })
+            .collect();
+        let picture = Scatter {
+            title: "Signal-to-noise ratio by reward variance",
+            legend: "red: significant signal (p <= 0.05)   filled: kept by the filter",
+            x_label: "reward variance",
+            y_label: "SNR",
+            marks: &marks,
+        };
+        self.events.image("snr/by_reward_variance", step, &picture.draw())?;
+        self.events.flush()
+    }
+}
+
+/// Every scalar of a step under its tag.
+fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
+    let mut scalars: Vec<(String, Option<f64>)> = Vec::new();
+    let mut put = |tag: &str, value: Option<f64>| scalars.push((tag.to_owned(), value));
+    put("snr/mean", record.snr_mean);
+    put("snr/median", record.snr_median);
+    put("snr/significant_share", Some(record.significant_share));
+    put("snr/dominance_mean", record.dominance_mean);
+    put("snr/spearman_rv", record.spearman_rv_snr);
+    put("snr/spearman_rv_signal", record.spearman_rv_signal);
+    put("snr/task_coherence", record.task_coherence);
+    put("snr/reg_coherence", record.reg_coherence);
+    if let Some(signal) = &record.signal {
+        put("snr/batch", Some(signal.snr));
+        put("snr/gradient_noise_scale", signal.gradient_noise_scale);
+        put("grad_norm/signal", Some(signal.signal_sq.max(0.0).sqrt()));
+        put("grad_norm/noise", Some(signal.noise_sq.max(0.0).sqrt()));
+    }
+    if let Some(norms) = &record.grad_norm {
+        put("grad_norm/task", Some(norms.task));
+        put("grad_norm/kl", norms.kl);
+        put("grad_norm/entropy", Some(norms.entropy));
+        put("grad_norm/reg", Some(norms.reg));
+        put("grad_norm/total", Some(norms.total));
+        put("cos/task_reg", norms.cos_task_reg);
+        put("cos/kl_entropy", norms.cos_kl_entropy);
+        put("cos/task_total", norms.cos_task_total);
+    }
+    for bucket in &record.buckets {
+        let (mean, norms) = (&bucket.norm_of_mean, &bucket.mean_of_norms);
+        let parts = [
+            ("task", Some(mean.task), Some(norms.task)),
+            ("kl", mean.kl, norms.kl),
+            ("entropy", Some(mean.entropy), Some(norms.entropy)),
+            ("reg", Some(mean.reg), Some(norms.reg)),
+            ("total", Some(mean.total), Some(norms.total)),
+        ];
+        let prefix = format!("grad_norm_bucket/{}", bucket.bucket + 1);
+        for (name, of_mean, of_norms) in parts {
+            put(&format!("{prefix}/{name}"), of_mean);
+            put(&format!("{prefix}/{name}_mean_of_norms"), of_norms);
+        }
+        put(&format!("{prefix}/groups"), Some(bucket.groups as f64));
+        put(&format!("{prefix}/snr_mean"), Some(bucket.snr_mean));
+        put(&format!("{prefix}/reward_variance_max"), Some(bucket.reward_variance_max));
+    }
+    put("filter/kept_groups", Some(record.kept.groups as f64));
+    put("filter/kept_share", Some(record.kept.share));
+    put("filter/reward_variance_mean", record.kept.reward_variance_mean);
+    put("filter/reward_mean", record.kept.reward_mean);
+    put("filter/snr_mean", record.kept.snr_mean);
+    put("filter/signal_share", record.kept.signal_share);
+    put("reward/mean", Some(record.reward_mean));
+    put("reward/variance_mean", Some(record.reward_variance_mean));
+    put("reward/all_zero_share", Some(record.all_zero_share));
+    put("reward/all_equal_share", Some(record.all_equal_share));
+    put("loss/entropy", Some(record.entropy_mean));
+    put("loss/kl", record.kl_mean);
+    put("loss/approx_kl", Some(record.ratio.approx_kl));
+    put("loss/clip_fraction", Some(record.ratio.clip_fraction));
+    put("loss/ratio_mean", Some(record.ratio.mean));
+    put("loss/ratio_max", Some(record.ratio.max));
+    put("loss/effective_sample_size", Some(record.ratio.effective_sample_size));
+    put("perf/length_mean", Some(record.length_mean));
+    put("perf/tokens", Some(record.tokens as f64));
+    scalars
+}
