@@ -1,0 +1,122 @@
+//! The commands: parse, call the library, print.
+
+mod doctor;
+mod inspect;
+mod progress;
+mod study;
+mod table;
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::{Args, Parser, Subcommand};
+use gradprism::config::{Config, Threads};
+use gradprism::error::Error;
+
+/// Done.
+const DONE: u8 = 0;
+/// Something failed.
+const FAILED: u8 = 1;
+/// Wrong usage or configuration.
+const WRONG_USAGE: u8 = 2;
+/// Interrupted by the user.
+const INTERRUPTED: u8 = 130;
+
+/// Splits policy gradients, prompt by prompt, into signal, task noise and regularizers.
+#[derive(Parser)]
+#[command(version, about, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Decompose the gradients of stored rollouts
+    Study(study::StudyArgs),
+    /// Print what a TorchScript checkpoint is: signature, parameters, tied weights, problems
+    Inspect(inspect::InspectArgs),
+    /// Print versions, devices and threads, and what to do about each problem
+    Doctor(doctor::DoctorArgs),
+}
+
+/// What every command with a configuration takes.
+#[derive(Args)]
+struct ConfigArgs {
+    /// The YAML file
+    config: PathBuf,
+    /// Override a field, such as algorithm.clip_high=0.28; may be given several times
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// cpu, cuda, cuda:N or auto
+    #[arg(long)]
+    device: Option<String>,
+}
+
+impl ConfigArgs {
+    fn load(&self) -> gradprism::Result<Config> {
+        let mut overrides = self.overrides.clone();
+        overrides.extend(self.device.iter().map(|device| format!("device={device}")));
+        Config::load(&self.config, &overrides)
+    }
+}
+
+/// Runs the command line, and turns its outcome into an exit code.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let quiet = matches!(&cli.command, Command::Study(args) if args.quiet);
+    start_logging(quiet);
+    let outcome = match cli.command {
+        Command::Study(args) => study::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+    };
+    match outcome {
+        Ok(code) => ExitCode::from(code),
+        Err(error) if is_closed_pipe(&error) => ExitCode::from(DONE),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            let is_usage = matches!(error.downcast_ref::<Error>(), Some(Error::Config { .. }));
+            ExitCode::from(if is_usage { WRONG_USAGE } else { FAILED })
+        }
+    }
+}
+
+/// `gradprism ... | head` is no error.
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<std::io::Error>()
+        .is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+fn start_logging(quiet: bool) {
+    let level = if quiet { tracing::Level::ERROR } else { tracing::Level::INFO };
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .without_time()
+        .init();
+}
+
+/// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.
+fn interruption() -> anyhow::Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&flag);
+    ctrlc::set_handler(move || {
+        if seen.swap(true, Ordering::Relaxed) {
+            std::process::exit(i32::from(INTERRUPTED));
+        }
+    })?;
+    Ok(flag)
+}
+
+fn set_threads(threads: Threads) {
+    if let Threads::Count(count) = threads {
+        tch::set_num_threads(i32::from(count));
+    }
+}

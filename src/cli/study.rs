@@ -1,0 +1,104 @@
+//! `gradprism study`.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use gradprism::log::{RunDirectory, StudyLog};
+use gradprism::study::{Study, StudyReport};
+use serde::Serialize;
+
+use super::progress::Progress;
+use super::{ConfigArgs, DONE, INTERRUPTED, table};
+
+/// Options of the study.
+#[derive(Args)]
+pub struct StudyArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// The run directory [default: runs/<config name>-<time>]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Replace an earlier run in the run directory
+    #[arg(long)]
+    force: bool,
+    /// Print errors only
+    #[arg(long, short)]
+    pub quiet: bool,
+    /// Print the summary as JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// `summary.json`.
+#[derive(Serialize)]
+struct Summary<'a> {
+    format: u32,
+    gradprism: &'static str,
+    #[serde(flatten)]
+    report: &'a StudyReport,
+    wall_time: WallTime,
+}
+
+/// The only part of a summary that differs between equal runs.
+#[derive(Serialize)]
+struct WallTime {
+    seconds: f64,
+    trajectories_per_second: f64,
+}
+
+pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
+    let config = args.config.load()?;
+    super::set_threads(config.threads);
+    let interrupted = super::interruption()?;
+    let study = Study::prepare(config)?;
+    let resolved = study.config().to_yaml()?;
+
+    let directory = RunDirectory::create(&output_path(args)?, args.force)?;
+    directory.write_text("config.resolved.yaml", &resolved)?;
+    let log = StudyLog::create(&directory, &resolved)?;
+    let mut progress = Progress::new(args.quiet, interrupted, log);
+    let report = study.run(&mut progress)?;
+    progress.finish();
+
+    let (seconds, done) = progress.elapsed();
+    let wall_time = WallTime { seconds, trajectories_per_second: done as f64 / seconds };
+    let summary =
+        Summary { format: 1, gradprism: env!("CARGO_PKG_VERSION"), report: &report, wall_time };
+    let groups = report.steps.iter().flat_map(|step| &step.groups);
+    directory.write_json_lines("prompts.jsonl", groups)?;
+    directory.write_json("summary.json", &summary)?;
+    drop(progress);
+    let path = directory.finish()?;
+
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        serde_json::to_writer_pretty(&mut out, &summary).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else if !args.quiet {
+        write!(out, "{}", table::study(&report))?;
+        writeln!(out, "\nwritten to {}", path.display())?;
+    }
+    if report.partial {
+        tracing::warn!("interrupted: what was finished is written, and marked partial");
+        return Ok(INTERRUPTED);
+    }
+    Ok(DONE)
+}
+
+/// `--out`, or a name from the configuration's and the time, with a number if it is taken.
+fn output_path(args: &StudyArgs) -> anyhow::Result<PathBuf> {
+    if let Some(out) = &args.out {
+        return Ok(out.clone());
+    }
+    let name = args.config.config.file_stem().unwrap_or_default().to_string_lossy();
+    let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
+    let base = format!("runs/{name}-{time}");
+    let mut path = PathBuf::from(&base);
+    let mut attempt = 2;
+    while path.exists() {
+        path = PathBuf::from(format!("{base}-{attempt}"));
+        attempt += 1;
+    }
+    Ok(path)
+}
