@@ -81,7 +81,7 @@ impl Default for PolicyConfig {
 
 /// One checkpoint or several.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a path or a list of paths")]
 pub enum Checkpoints {
     /// A file, or a pattern with `{step}`.
     One(PathBuf),
@@ -91,7 +91,10 @@ pub enum Checkpoints {
 
 /// `auto` or a list of roles.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "expected auto or a list of input_ids, attention_mask, position_ids, observation"
+)]
 pub enum InputsName {
     /// By name.
     Auto(Auto),
@@ -203,7 +206,7 @@ impl Default for AlgorithmConfig {
 
 /// A number, or the word `none`, which overrides a preset's number.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number or none")]
 pub enum MaybeNumber {
     /// The number.
     Number(f64),
@@ -275,7 +278,7 @@ pub enum EngineName {
 
 /// A number of buckets, or edges.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number of buckets or a list of edges")]
 pub enum BucketsConfig {
     /// Buckets of about equal size.
     Count(usize),
@@ -358,7 +361,7 @@ impl DeviceName {
 
 /// A number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected auto or a number of threads")]
 pub enum Threads {
     /// libtorch's choice: one a physical core.
     Auto(Auto),
@@ -380,9 +383,9 @@ impl Config {
     /// If the file cannot be read or parsed, or a key is unknown.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-        let folder = path.parent().unwrap_or(Path::new(""));
-        let folder = std::path::absolute(folder).map_err(Error::io("find", folder))?;
-        Self::parse(&text, &path.display().to_string(), &folder, overrides)
+        let file = std::path::absolute(path).map_err(Error::io("find", path))?;
+        let folder = file.parent().unwrap_or(Path::new("/"));
+        Self::parse(&text, &path.display().to_string(), folder, overrides)
     }
 
     /// The same from text; `place` names it in messages.
@@ -493,8 +496,7 @@ impl Config {
                 format!("expected a number above 0, found {temperature}"),
             ));
         }
-        regex::Regex::new(&self.policy.trainable)
-            .map_err(|error| Error::config("policy.trainable", error.to_string()))?;
+        self.trainable()?;
         if let BucketsConfig::Edges(edges) = &self.decomposition.buckets
             && !edges.is_sorted_by(|low, high| low < high)
         {
@@ -506,8 +508,13 @@ impl Config {
         if self.decomposition.debias {
             check_debias(&algorithm)?;
         }
-        if self.threads == Threads::Count(0) {
-            return Err(Error::config("threads", "expected auto or at least 1, found 0"));
+        if let Threads::Count(count) = self.threads
+            && !(1..=1024).contains(&count)
+        {
+            return Err(Error::config(
+                "threads",
+                format!("expected auto or 1 to 1024, found {count}"),
+            ));
         }
         self.algorithm = self.algorithm.filled(&algorithm);
         Ok(self)
@@ -571,6 +578,21 @@ impl Config {
         Ok(algorithm)
     }
 
+    fn trainable(&self) -> Result<regex::Regex> {
+        regex::Regex::new(&self.policy.trainable).map_err(|error| {
+            // The last line says what is wrong; those before it draw the place.
+            let error = error.to_string();
+            let reason = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            Error::config(
+                "policy.trainable",
+                format!(
+                    "expected a regular expression, found `{}`: {reason}",
+                    self.policy.trainable
+                ),
+            )
+        })
+    }
+
     /// The filter.
     pub fn filter(&self) -> Filter {
         let FilterConfig { strategy, mass, value, include_zero, on_empty, .. } = self.filter;
@@ -612,8 +634,7 @@ impl Config {
                 "auto" => Output::Auto,
                 name => Output::Named(name.into()),
             },
-            trainable: regex::Regex::new(&policy.trainable)
-                .map_err(|error| Error::config("policy.trainable", error.to_string()))?,
+            trainable: self.trainable()?,
             dtype: policy.dtype,
             observation_dtype: policy.observation_dtype,
             observation_shape: None,
@@ -746,10 +767,16 @@ fn check_debias(algorithm: &Algorithm) -> Result<()> {
     Err(Error::config(
         "decomposition.debias",
         format!(
-            "the bias is known for a mean baseline without a spread to divide by (advantage dr_grpo or rloo) and sums over tokens (seq_mean_token_sum, seq_mean_token_sum_norm); found {:?} and {:?}",
-            algorithm.advantage, algorithm.aggregation
+            "the bias is known for a mean baseline without a spread to divide by (advantage dr_grpo or rloo) and sums over tokens (seq_mean_token_sum, seq_mean_token_sum_norm); found {} and {}",
+            word(&algorithm.advantage),
+            word(&algorithm.aggregation)
         ),
     ))
+}
+
+/// A choice as it is written in a file.
+fn word(choice: &impl Serialize) -> String {
+    serde_yaml::to_string(choice).map_or_else(|_| "?".into(), |word| word.trim().to_owned())
 }
 
 fn unknown_key(key: &str, known: &[&str]) -> String {
@@ -765,7 +792,11 @@ fn parse_error(place: &str, error: serde_path_to_error::Error<serde_yaml::Error>
     let message = error.into_inner().to_string();
     // serde_yaml repeats the path in front.
     let message = message.strip_prefix(&format!("{key}: ")).unwrap_or(&message).to_owned();
-    let place = if key == "." { place.to_owned() } else { format!("{place}: {key}") };
+    let place = if key == "." || place.ends_with(&format!(" {key}")) {
+        place.to_owned()
+    } else {
+        format!("{place}: {key}")
+    };
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let is_unknown = message.contains("unknown field") || message.contains("unknown variant");
     match names.split_first() {

@@ -70,14 +70,14 @@ pub enum Error {
     },
 
     /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {cause}", path.display())]
     Io {
         /// What was tried: "read", "write".
         action: &'static str,
         /// The file.
         path: PathBuf,
         /// The operating system's answer.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
 
     /// A tensor argument of a library call has the wrong shape, or values that the call forbids.
@@ -128,7 +128,7 @@ impl Error {
     /// For `map_err` on file operations.
     pub fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
-        move |source| Self::Io { action, path, source }
+        move |cause| Self::Io { action, path, cause }
     }
 
     pub(crate) fn torch(doing: &str, message: &str) -> Self {

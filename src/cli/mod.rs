@@ -69,11 +69,13 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let quiet = matches!(&cli.command, Command::Study(args) if args.quiet);
     start_logging(quiet);
-    let outcome = match cli.command {
-        Command::Study(args) => study::run(&args),
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Doctor(args) => doctor::run(&args),
-    };
+    announce_panics();
+    let outcome = std::panic::catch_unwind(|| match &cli.command {
+        Command::Study(args) => study::run(args),
+        Command::Inspect(args) => inspect::run(args),
+        Command::Doctor(args) => doctor::run(args),
+    });
+    let Ok(outcome) = outcome else { return ExitCode::from(FAILED) };
     match outcome {
         Ok(code) => ExitCode::from(code),
         Err(error) if is_closed_pipe(&error) => ExitCode::from(DONE),
@@ -83,6 +85,22 @@ pub fn main() -> ExitCode {
             ExitCode::from(if is_usage { WRONG_USAGE } else { FAILED })
         }
     }
+}
+
+/// A panic is a fault of ours, or libtorch out of memory; the user gets one line of it, and all of it
+/// on request.
+fn announce_panics() {
+    let full = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
+            return full(panic);
+        }
+        let message = panic.payload_as_str().unwrap_or_default();
+        let message = message.split("\\nException raised from").next().unwrap_or_default();
+        eprintln!(
+            "error: a fault inside gradprism: {message}\n(RUST_BACKTRACE=1 shows where; please report it)"
+        );
+    }));
 }
 
 /// `gradprism ... | head` is no error.

@@ -48,7 +48,7 @@ struct WallTime {
 }
 
 pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
-    let config = args.config.load()?;
+    let config = args.config.load()?.resolve()?;
     super::set_threads(config.threads);
     let interrupted = super::interruption()?;
     let study = Study::prepare(config)?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, presets};
+use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
 use gradprism::study::{BatchRecord, GroupRecord, StudyReport};
 
 /// Groups that a table shows at most.
@@ -34,6 +34,7 @@ pub fn study(report: &StudyReport) -> String {
 fn groups(step: &BatchRecord) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.remove_style(TableComponent::HorizontalLines);
     table.set_content_arrangement(ContentArrangement::Disabled);
     table.set_header([
         "group",
