@@ -38,3 +38,36 @@ pub fn entropy(log_probs: &Tensor) -> Tensor {
     let finite = log_probs.masked_fill(&log_probs.eq(f64::NEG_INFINITY), 0.0);
     -(log_probs.exp() * finite).sum_dim_intlist(-1, false, log_probs.kind())
 }
+
+/// The gradient `[.., V]` with respect to the logits of
+/// `Σ slope·log π(action) + Σ entropy_slope·H`, in closed form:
+///
+/// ```text
+/// d/dz_k log π(a) = (1[k = a] − π_k)/τ
+/// d/dz_k H        = −π_k (log π_k + H)/τ
+/// ```
+///
+/// `log_probs` is `[.., V]` at temperature τ; `actions`, `slope` and `entropy_slope` are `[..]`. The
+/// slope of a [`Term`](super::Term), surrogate or KL, times its weight is what `slope` takes. No
+/// softmax is taped, and nothing larger than `log_probs` is made.
+///
+/// # Errors
+/// If shapes disagree or an action lies outside `0..V`.
+pub fn logit_gradient(
+    log_probs: &Tensor,
+    actions: &Tensor,
+    slope: &Tensor,
+    entropy_slope: Option<&Tensor>,
+    temperature: f64,
+) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let (slope, probs) = (slope.unsqueeze(-1), log_probs.exp());
+    let mut gradient = &probs * -&slope;
+    gradient = gradient.f_scatter_add(-1, &actions.unsqueeze(-1), &slope.to_kind(probs.kind()))?;
+    if let Some(entropy_slope) = entropy_slope {
+        let finite = log_probs.masked_fill(&log_probs.eq(f64::NEG_INFINITY), 0.0);
+        let entropy = -(&probs * &finite).sum_dim_intlist(-1, true, probs.kind());
+        gradient -= probs * (finite + entropy) * entropy_slope.unsqueeze(-1);
+    }
+    Ok(if temperature == 1.0 { gradient } else { gradient / temperature })
+}

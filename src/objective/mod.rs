@@ -12,9 +12,11 @@
 
 mod advantage;
 mod aggregate;
+mod importance;
 mod kl;
 mod logits;
 mod preset;
+mod reward;
 mod surrogate;
 mod value;
 
@@ -23,9 +25,11 @@ pub use advantage::{
     on_last_token, whiten,
 };
 pub use aggregate::{Aggregation, Counts, TokenWeights};
+pub use importance::{ImportanceCorrection, ImportanceLevel};
 pub use kl::{KlEstimator, KlGradient, KlPenalty};
-pub use logits::{entropy, gather, log_probs};
+pub use logits::{entropy, gather, log_probs, logit_gradient};
 pub use preset::{Algorithm, Preset, Rewards};
+pub use reward::{AdaptiveKl, OverlongPenalty, mean_kl, rewards_with_kl};
 pub use surrogate::{Surrogate, SurrogateForm};
 pub use value::value_loss;
 
