@@ -45,7 +45,7 @@ fn compile_shim(lib: &Path) {
     let abi = env::var("LIBTORCH_CXX11_ABI").unwrap_or_else(|_| "1".into());
     cc::Build::new()
         .cpp(true)
-        .std("c++20")
+        .std("c++17")
         // Warnings of libtorch's headers are not ours to mend.
         .flag(format!("-isystem{}", include.display()))
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))

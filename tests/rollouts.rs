@@ -101,26 +101,23 @@ fn groups_are_kept_apart_by_step_and_steps_are_ordered() {
         lines.push(line);
     }
     let rollouts = read_lines(&lines, &options()).unwrap();
-    let shape: Vec<(Option<i64>, Vec<(&str, Vec<usize>)>)> = rollouts
+    let found: Vec<String> = rollouts
         .batches
         .iter()
-        .map(|batch| {
-            let groups = batch
-                .groups
-                .iter()
-                .map(|group| {
-                    let lines = group.trajectories.iter().map(|row| row.line).collect();
-                    (group.id.as_str(), lines)
-                })
-                .collect();
-            (batch.step, groups)
+        .flat_map(|batch| {
+            batch.groups.iter().map(|group| {
+                let lines: Vec<usize> = group.trajectories.iter().map(|row| row.line).collect();
+                format!("step {} group {} lines {lines:?}", batch.step.unwrap(), group.id)
+            })
         })
         .collect();
     assert_eq!(
-        shape,
+        found,
         [
-            (Some(1), vec![("b", vec![2, 6]), ("a", vec![4, 8])]),
-            (Some(2), vec![("a", vec![1, 5]), ("b", vec![3, 7])]),
+            "step 1 group b lines [2, 6]",
+            "step 1 group a lines [4, 8]",
+            "step 2 group a lines [1, 5]",
+            "step 2 group b lines [3, 7]",
         ]
     );
 }

@@ -95,7 +95,10 @@ fn announce_panics() {
         if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
             return full(panic);
         }
-        let message = panic.payload_as_str().unwrap_or_default();
+        let payload = panic.payload();
+        let message = payload.downcast_ref::<String>().map(String::as_str);
+        let message =
+            message.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or_default();
         let message = message.split("\\nException raised from").next().unwrap_or_default();
         eprintln!(
             "error: a fault inside gradprism: {message}\n(RUST_BACKTRACE=1 shows where; please report it)"

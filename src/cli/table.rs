@@ -34,7 +34,9 @@ pub fn study(report: &StudyReport) -> String {
 fn groups(step: &BatchRecord) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.remove_style(TableComponent::HorizontalLines);
+    for between_rows in [TableComponent::HorizontalLines, TableComponent::MiddleIntersections] {
+        table.remove_style(between_rows);
+    }
     table.set_content_arrangement(ContentArrangement::Disabled);
     table.set_header([
         "group",
