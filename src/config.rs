@@ -10,8 +10,8 @@ use crate::error::{Error, Result, nearest};
 use crate::filter::{Filter, Mass, OnEmpty, Score, Strategy};
 use crate::gradient::Buckets;
 use crate::objective::{
-    AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPenalty, Preset,
-    Surrogate, SurrogateForm,
+    AdvantageEstimator, Aggregation, Algorithm, ImportanceCorrection, KlEstimator, KlGradient,
+    KlPenalty, KlPlacement, Preset, Surrogate, SurrogateForm,
 };
 use crate::policy::{Dtype, Inputs, ObservationDtype, Output, PolicyKind, PolicyOptions, Role};
 use crate::rollout::{OnProblem, ReadOptions};
@@ -171,6 +171,8 @@ pub struct AlgorithmConfig {
     pub clip_high: Option<f64>,
     /// The dual clip, or `none`.
     pub dual_clip: Option<MaybeNumber>,
+    /// The log-ratio of the surrogate is clamped to ± this, or `none`.
+    pub log_ratio_clamp: Option<MaybeNumber>,
     /// How per-token losses become one.
     pub aggregation: Option<Aggregation>,
     /// The constant length of `seq_mean_token_sum_norm`.
@@ -183,6 +185,8 @@ pub struct AlgorithmConfig {
     pub kl: KlConfig,
     /// The factor of the entropy.
     pub entropy_coef: Option<f64>,
+    /// Truncated importance weights for a sampler of its own: `{level: token, cap: 2}`.
+    pub importance: Option<ImportanceCorrection>,
 }
 
 impl Default for AlgorithmConfig {
@@ -194,12 +198,14 @@ impl Default for AlgorithmConfig {
             clip_low: None,
             clip_high: None,
             dual_clip: None,
+            log_ratio_clamp: None,
             aggregation: None,
             norm_length: None,
             gamma: None,
             lam: None,
             kl: KlConfig::default(),
             entropy_coef: None,
+            importance: None,
         }
     }
 }
@@ -222,6 +228,21 @@ pub enum NoneWord {
     None,
 }
 
+impl From<Option<f64>> for MaybeNumber {
+    fn from(number: Option<f64>) -> Self {
+        number.map_or(Self::None(NoneWord::None), Self::Number)
+    }
+}
+
+/// What the file says, or the preset where it says nothing.
+fn number_or(written: Option<MaybeNumber>, preset: Option<f64>) -> Option<f64> {
+    match written {
+        Some(MaybeNumber::Number(number)) => Some(number),
+        Some(MaybeNumber::None(_)) => None,
+        None => preset,
+    }
+}
+
 /// Section `algorithm.kl`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -232,6 +253,12 @@ pub struct KlConfig {
     pub estimator: Option<KlEstimator>,
     /// The gradient it carries.
     pub gradient: Option<KlGradient>,
+    /// A term of the loss, or taken off the rewards.
+    pub placement: Option<KlPlacement>,
+    /// The log-ratio is clamped to ± this, or `none`.
+    pub log_ratio_clamp: Option<MaybeNumber>,
+    /// The value is clamped to ± this, or `none`.
+    pub value_clamp: Option<MaybeNumber>,
 }
 
 /// Section `decomposition`.
@@ -533,12 +560,11 @@ impl Config {
                 form: section.surrogate.unwrap_or(preset.surrogate.form),
                 clip_low: section.clip_low.unwrap_or(preset.surrogate.clip_low),
                 clip_high: section.clip_high.unwrap_or(preset.surrogate.clip_high),
-                dual_clip: match section.dual_clip {
-                    Some(MaybeNumber::Number(number)) => Some(number),
-                    Some(MaybeNumber::None(_)) => None,
-                    None => preset.surrogate.dual_clip,
-                },
-                log_ratio_clamp: preset.surrogate.log_ratio_clamp,
+                dual_clip: number_or(section.dual_clip, preset.surrogate.dual_clip),
+                log_ratio_clamp: number_or(
+                    section.log_ratio_clamp,
+                    preset.surrogate.log_ratio_clamp,
+                ),
             },
             aggregation: section.aggregation.unwrap_or(preset.aggregation),
             norm_length: section.norm_length.or(preset.norm_length),
@@ -548,14 +574,27 @@ impl Config {
                 coef: section.kl.coef.unwrap_or(preset.kl.coef),
                 estimator: section.kl.estimator.unwrap_or(preset.kl.estimator),
                 gradient: section.kl.gradient.unwrap_or(preset.kl.gradient),
-                ..preset.kl
+                log_ratio_clamp: number_or(section.kl.log_ratio_clamp, preset.kl.log_ratio_clamp),
+                value_clamp: number_or(section.kl.value_clamp, preset.kl.value_clamp),
             },
+            kl_placement: section.kl.placement.unwrap_or(preset.kl_placement),
             entropy_coef: section.entropy_coef.unwrap_or(preset.entropy_coef),
+            importance: section.importance.or(preset.importance),
         };
         range("algorithm.clip_low", algorithm.surrogate.clip_low, 0.0, 1.0)?;
         range("algorithm.clip_high", algorithm.surrogate.clip_high, 0.0, 1e6)?;
         if let Some(dual_clip) = algorithm.surrogate.dual_clip {
             range("algorithm.dual_clip", dual_clip, 1.0, 1e6)?;
+        }
+        for (key, clamp) in [
+            ("algorithm.log_ratio_clamp", algorithm.surrogate.log_ratio_clamp),
+            ("algorithm.kl.log_ratio_clamp", algorithm.kl.log_ratio_clamp),
+            ("algorithm.kl.value_clamp", algorithm.kl.value_clamp),
+        ] {
+            range(key, clamp.unwrap_or(1.0), f64::MIN_POSITIVE, 1e6)?;
+        }
+        if let Some(importance) = algorithm.importance {
+            range("algorithm.importance.cap", importance.cap, f64::MIN_POSITIVE, 1e6)?;
         }
         range("algorithm.gamma", algorithm.gamma, 0.0, 1.0)?;
         range("algorithm.lam", algorithm.lam, 0.0, 1.0)?;
@@ -706,10 +745,8 @@ impl AlgorithmConfig {
             surrogate: Some(algorithm.surrogate.form),
             clip_low: Some(algorithm.surrogate.clip_low),
             clip_high: Some(algorithm.surrogate.clip_high),
-            dual_clip: Some(match algorithm.surrogate.dual_clip {
-                Some(number) => MaybeNumber::Number(number),
-                None => MaybeNumber::None(NoneWord::None),
-            }),
+            dual_clip: Some(algorithm.surrogate.dual_clip.into()),
+            log_ratio_clamp: Some(algorithm.surrogate.log_ratio_clamp.into()),
             aggregation: Some(algorithm.aggregation),
             norm_length: algorithm.norm_length,
             gamma: Some(algorithm.gamma),
@@ -718,8 +755,12 @@ impl AlgorithmConfig {
                 coef: Some(algorithm.kl.coef),
                 estimator: Some(algorithm.kl.estimator),
                 gradient: Some(algorithm.kl.gradient),
+                placement: Some(algorithm.kl_placement),
+                log_ratio_clamp: Some(algorithm.kl.log_ratio_clamp.into()),
+                value_clamp: Some(algorithm.kl.value_clamp.into()),
             },
             entropy_coef: Some(algorithm.entropy_coef),
+            importance: algorithm.importance,
         }
     }
 }

@@ -122,6 +122,7 @@ fn plain_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<
         logp: objective::gather(&log_probs, &actions).unwrap(),
         old_logp: padded(&rows, length, |row| row.old_logprobs.clone().unwrap()),
         ref_logp: Some(padded(&rows, length, |row| row.ref_logprobs.clone().unwrap())),
+        sampler_logp: None,
         advantages,
         mask: mask.shallow_clone(),
     }

@@ -83,6 +83,7 @@ fn golden_policy_loss() {
             logp: logp.shallow_clone(),
             old_logp: matrix(case, "old_logp"),
             ref_logp: None,
+            sampler_logp: None,
             advantages: matrix(case, "advantages"),
             mask: matrix(case, "mask"),
         }

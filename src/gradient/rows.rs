@@ -1,7 +1,7 @@
 //! One trajectory under the policy: its log-probabilities, its loss terms, and what practitioners
 //! look at beside them.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::objective::{self, Algorithm, Term, TokenWeights, Tokens};
@@ -103,6 +103,10 @@ impl Scorer<'_> {
                 _ => logp.detach(),
             },
             ref_logp: self.reference_logp(trajectory, &actions, &logp)?,
+            sampler_logp: trajectory
+                .sampler_logprobs
+                .as_ref()
+                .map(|numbers| row_like(numbers, &logp)),
             advantages: input
                 .advantages
                 .select(0, row as i64)
@@ -141,6 +145,27 @@ impl Scorer<'_> {
             objective::log_probs(&reference.response_logits(trajectory)?, self.temperature);
         let logp = objective::gather(&log_probs, actions)?.unsqueeze(0);
         Ok(Some(logp.to_kind(like.kind())))
+    }
+
+    /// The log-probabilities `[T]` of a response under the policy that sampled and under the
+    /// reference policy, without gradients; none without a reference.
+    ///
+    /// # Errors
+    /// If libtorch fails.
+    pub fn old_and_reference(&self, trajectory: &Trajectory) -> Result<Option<(Tensor, Tensor)>> {
+        let _no_grad = tch::no_grad_guard();
+        let log_probs =
+            objective::log_probs(&self.policy.response_logits(trajectory)?, self.temperature);
+        let actions =
+            Tensor::from_slice(trajectory.content.actions()).to_device(log_probs.device());
+        let logp = objective::gather(&log_probs, &actions)?.unsqueeze(0);
+        let old = match &trajectory.old_logprobs {
+            Some(old) if !self.recompute_old => row_like(old, &logp),
+            _ => logp.shallow_clone(),
+        };
+        let reference = self.reference_logp(trajectory, &actions, &logp)?;
+        let cpu = |row: Tensor| row.squeeze_dim(0).to_kind(Kind::Double).to_device(Device::Cpu);
+        Ok(reference.map(|reference| (cpu(old), cpu(reference))))
     }
 
     /// One transfer from the device.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{expect_shape, masked, precise};
+use super::{expect_shape, masked};
 use crate::error::{Error, Result};
 
 /// How rewards become advantages.
@@ -46,13 +46,14 @@ impl AdvantageEstimator {
 pub const GRPO_EPSILON: f64 = 1e-6;
 
 /// Which rows belong together, for rows in any order and groups of any sizes.
+///
+/// A reward that is NaN is missing: its row is left out of the group's mean and spread, and its
+/// advantage is 0. [`require_rewards`] refuses such rewards instead.
 #[derive(Debug)]
 pub struct GroupIndex {
     /// `[B]` int64, the group of each row, in `0..count`.
     ids: Tensor,
     count: i64,
-    /// `[P]`, rows per group.
-    sizes: Tensor,
 }
 
 impl GroupIndex {
@@ -67,11 +68,7 @@ impl GroupIndex {
             })
             .collect();
         let count = known.len() as i64;
-        let ids = Tensor::from_slice(&ids).to_device(like.device());
-        let kind = precise(like.device());
-        let ones = Tensor::ones([labels.len() as i64], (kind, like.device()));
-        let sizes = Tensor::zeros([count], (kind, like.device())).index_add(0, &ids, &ones);
-        Self { ids, count, sizes }
+        Self { ids: Tensor::from_slice(&ids).to_device(like.device()), count }
     }
 
     /// `[B]`, the sum of each row's group.
@@ -81,31 +78,34 @@ impl GroupIndex {
             .index_select(0, &self.ids)
     }
 
-    /// `[B]` in the dtype of `values`, the number of rows of each row's group.
-    fn sizes(&self, values: &Tensor) -> Tensor {
-        self.sizes.to_kind(values.kind()).index_select(0, &self.ids)
+    /// `[B]` in the dtype of the rewards: how many rewards of the row's group are there, at least 1.
+    fn sizes(&self, rewards: &Tensor) -> Tensor {
+        self.sum(&rewards.isnan().logical_not().to_kind(rewards.kind())).clamp_min(1.0)
     }
 
     /// `[B]`, the smallest or largest value of each row's group, by `amin` from +∞ or `amax` from −∞.
     fn extreme(&self, values: &Tensor, reduce: &str, start: f64) -> Tensor {
+        let values = values.masked_fill(&values.isnan(), start);
         Tensor::full([self.count], start, (values.kind(), values.device()))
-            .internal_scatter_reduce(0, &self.ids, values, reduce, true)
+            .internal_scatter_reduce(0, &self.ids, &values, reduce, true)
             .index_select(0, &self.ids)
     }
 
     /// `[B]` bool, whether all rewards of the row's group are one number. Compares the extremes: in
     /// float32 eight rewards of 0.1 have a standard deviation of 8e-9.
-    pub fn is_constant(&self, values: &Tensor) -> Tensor {
-        let smallest = self.extreme(values, "amin", f64::INFINITY);
-        smallest.eq_tensor(&self.extreme(values, "amax", f64::NEG_INFINITY))
+    pub fn is_constant(&self, rewards: &Tensor) -> Tensor {
+        let smallest = self.extreme(rewards, "amin", f64::INFINITY);
+        smallest.eq_tensor(&self.extreme(rewards, "amax", f64::NEG_INFINITY))
     }
 
     /// `[B]`, each row's reward minus the mean of its group; exactly 0 in constant groups.
     pub fn centred(&self, rewards: &Tensor) -> Tensor {
-        let centred = rewards - self.sum(rewards) / self.sizes(rewards);
+        let (missing, sizes) = (rewards.isnan(), self.sizes(rewards));
+        let present = rewards.masked_fill(&missing, 0.0);
+        let centred = (&present - self.sum(&present) / &sizes).masked_fill(&missing, 0.0);
         // A second pass takes out the rounding error of the mean.
-        let centred = &centred - self.sum(&centred) / self.sizes(rewards);
-        centred.masked_fill(&self.is_constant(rewards), 0.0)
+        let centred = &centred - self.sum(&centred) / sizes;
+        centred.masked_fill(&missing.logical_or(&self.is_constant(rewards)), 0.0)
     }
 
     /// `[B]`, the unbiased variance of the rewards of each row's group; 0 for a group of one.
@@ -130,6 +130,23 @@ impl GroupIndex {
         let sizes = self.sizes(rewards);
         self.centred(rewards) * &sizes / (sizes - 1.0).clamp_min(1.0)
     }
+}
+
+/// Refuses rewards that are missing (NaN) or infinite; one synchronisation with the device.
+///
+/// # Errors
+/// At the first such reward.
+pub fn require_rewards(rewards: &Tensor) -> Result<()> {
+    let wrong = rewards.isfinite().logical_not().nonzero();
+    if wrong.size()[0] == 0 {
+        return Ok(());
+    }
+    let row = wrong.int64_value(&[0, 0]);
+    Err(Error::Argument {
+        argument: "rewards",
+        expected: "finite numbers".into(),
+        found: format!("{} in row {row}", rewards.double_value(&[row])),
+    })
 }
 
 /// Advantages and returns, both `[B, T]`, 0 outside the mask.

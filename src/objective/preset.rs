@@ -5,8 +5,8 @@ use tch::Tensor;
 
 use super::advantage::{GRPO_EPSILON, GroupIndex, discounted_returns, gae, on_last_token, whiten};
 use super::{
-    AdvantageEstimator, Aggregation, KlEstimator, KlGradient, KlPenalty, Surrogate, SurrogateForm,
-    Term, Tokens, masked,
+    AdvantageEstimator, Aggregation, ImportanceCorrection, KlEstimator, KlGradient, KlPenalty,
+    Surrogate, SurrogateForm, Term, Tokens, masked,
 };
 use crate::error::{Error, Result};
 
@@ -48,11 +48,29 @@ pub struct Algorithm {
     pub lam: f64,
     /// The KL term.
     pub kl: KlPenalty,
+    /// Whether the KL penalty is a term of the loss or is taken off the rewards.
+    pub kl_placement: KlPlacement,
     /// The factor λ_H of the entropy, which the loss rewards.
     pub entropy_coef: f64,
+    /// Corrects for a sampler of its own, if given.
+    pub importance: Option<ImportanceCorrection>,
+}
+
+/// Where the KL penalty acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlPlacement {
+    /// A term of the loss, with its own gradient.
+    Loss,
+    /// Taken off the token rewards: part of the task, and a constant to the gradient.
+    Reward,
 }
 
 impl Preset {
+    /// Every preset.
+    pub const ALL: [Self; 6] =
+        [Self::Grpo, Self::DrGrpo, Self::Dapo, Self::Ppo, Self::Rloo, Self::ReinforcePlusPlus];
+
     /// The preset's loss. Dr.GRPO's `norm_length` has no default: it is the generation limit.
     pub fn algorithm(self) -> Algorithm {
         let grpo = Algorithm {
@@ -75,7 +93,9 @@ impl Preset {
                 log_ratio_clamp: Some(LOG_RATIO_CLAMP),
                 value_clamp: None,
             },
+            kl_placement: KlPlacement::Loss,
             entropy_coef: 0.0,
+            importance: None,
         };
         let without_kl = KlPenalty { coef: 0.0, ..grpo.kl };
         match self {
@@ -167,9 +187,24 @@ impl Algorithm {
         whiten(&raw, batch.mask)
     }
 
-    /// The task term of masked tokens.
+    /// The task term of masked tokens, weighted by the importance correction where there is one.
     pub fn task(&self, tokens: &Tokens) -> Term {
-        self.surrogate.term(&tokens.logp, &tokens.old_logp, &tokens.advantages, &tokens.mask)
+        let term =
+            self.surrogate.term(&tokens.logp, &tokens.old_logp, &tokens.advantages, &tokens.mask);
+        let (Some(correction), Some(sampler_logp)) = (&self.importance, &tokens.sampler_logp)
+        else {
+            return term;
+        };
+        let weights = correction.weights(&tokens.old_logp, sampler_logp, &tokens.mask);
+        Term { value: term.value * &weights, slope: term.slope * weights }
+    }
+
+    /// The factor of the KL term in the loss: 0 where the penalty acts on the rewards.
+    pub fn kl_loss_coef(&self) -> f64 {
+        match self.kl_placement {
+            KlPlacement::Loss => self.kl.coef,
+            KlPlacement::Reward => 0.0,
+        }
     }
 
     /// The KL term of masked tokens at coefficient 1; none without a reference policy.

@@ -19,7 +19,9 @@ use crate::error::{Error, Result};
 use crate::gradient::{
     Coefficients, Coherence, ComponentSums, Debias, Engine, PlainEngine, RowStats, Scorer, split,
 };
-use crate::objective::{AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient};
+use crate::objective::{
+    AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPlacement,
+};
 use crate::policy::{Policy, PolicyKind, PolicyOptions, Problem};
 use crate::rollout::{self, Batch, Content, Rollouts};
 
@@ -164,6 +166,12 @@ impl Study {
                 "expected log-probabilities of a reference policy, since algorithm.kl.coef is above 0, found none; give them, or a checkpoint as policy.reference, or set algorithm.kl.coef: 0",
             ));
         }
+        if self.algorithm.importance.is_some() && first.sampler_logprobs.is_none() {
+            return Err(lacks(
+                "sampler_logprobs",
+                "expected the sampler's own log-probabilities, since algorithm.importance is set, found none",
+            ));
+        }
         let report = self.rollouts.report.clone();
         for (count, what) in [
             (report.without_sampled_token, "trajectories without a sampled token were left out"),
@@ -181,7 +189,7 @@ impl Study {
         }
         if self.algorithm.kl.estimator == KlEstimator::K1
             && self.algorithm.kl.gradient == KlGradient::Own
-            && self.algorithm.kl.coef > 0.0
+            && self.algorithm.kl_loss_coef() > 0.0
         {
             self.warnings.push(
                 "KL k1 with its own gradient ignores the reference policy: its derivative is 1 everywhere; use k2, k3 or gradient: k2".into(),
@@ -304,7 +312,7 @@ impl Study {
     }
 
     fn coefficients(&self) -> Coefficients {
-        Coefficients { kl: self.algorithm.kl.coef, entropy: self.algorithm.entropy_coef }
+        Coefficients { kl: self.algorithm.kl_loss_coef(), entropy: self.algorithm.entropy_coef }
     }
 
     fn step(
@@ -314,7 +322,6 @@ impl Study {
         observer: &mut dyn Observer,
     ) -> Result<BatchRecord> {
         let batch = &self.rollouts.batches[self.plan[index].0];
-        let prepared = PreparedBatch::new(&self.algorithm, batch)?;
         let decomposition = &self.config.decomposition;
         let mut engine =
             PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
@@ -324,6 +331,12 @@ impl Study {
             algorithm: &self.algorithm,
             temperature: self.config.policy.temperature,
             recompute_old: self.config.rollouts.old_logprobs == OldLogprobs::Recompute,
+        };
+        let prepared = match self.algorithm.kl_placement {
+            KlPlacement::Reward if self.algorithm.kl.coef > 0.0 => {
+                PreparedBatch::with_kl_in_reward(&scorer, batch)?
+            }
+            _ => PreparedBatch::new(&self.algorithm, batch)?,
         };
         let coefficients = self.coefficients();
         let debias = decomposition.debias.then_some(Debias {

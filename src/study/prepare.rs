@@ -2,9 +2,11 @@
 
 use tch::{Kind, Tensor};
 
-use crate::error::Result;
-use crate::gradient::GroupInput;
-use crate::objective::{Algorithm, GroupIndex, Rewards, TokenWeights};
+use crate::error::{Error, Result};
+use crate::gradient::{GroupInput, Scorer};
+use crate::objective::{
+    Algorithm, GroupIndex, Rewards, TokenWeights, on_last_token, rewards_with_kl,
+};
 use crate::rollout::{Batch, Group, Trajectory};
 
 /// What the groups of a batch need before any gradient is taken. Advantages are computed once, on
@@ -29,8 +31,43 @@ impl PreparedBatch {
     /// # Errors
     /// If the algorithm needs something that the rollouts lack.
     pub fn new(algorithm: &Algorithm, batch: &Batch) -> Result<Self> {
+        Self::build(algorithm, batch, None)
+    }
+
+    /// The same with the KL penalty taken off the rewards; `scorer` gives the log-probabilities that
+    /// the file lacks. The reward variances stay those of the file's own rewards.
+    ///
+    /// # Errors
+    /// If libtorch fails or there is no reference policy.
+    pub fn with_kl_in_reward(scorer: &Scorer, batch: &Batch) -> Result<Self> {
         let rows: Vec<&Trajectory> = batch.trajectories().collect();
-        let length = rows.iter().map(|row| row.content.len()).max().unwrap_or(0);
+        let length = longest(&rows);
+        let mut padded = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let (old, reference) = scorer.old_and_reference(row)?.ok_or_else(|| {
+                Error::config(
+                    "algorithm.kl",
+                    "expected a reference policy or ref_logprobs, found none",
+                )
+            })?;
+            let rest = (length - row.content.len()) as i64;
+            padded.push((old.constant_pad_nd([0, rest]), reference.constant_pad_nd([0, rest])));
+        }
+        let (old, reference): (Vec<Tensor>, Vec<Tensor>) = padded.into_iter().unzip();
+        Self::build(
+            scorer.algorithm,
+            batch,
+            Some((Tensor::stack(&old, 0), Tensor::stack(&reference, 0))),
+        )
+    }
+
+    fn build(
+        algorithm: &Algorithm,
+        batch: &Batch,
+        old_and_reference: Option<(Tensor, Tensor)>,
+    ) -> Result<Self> {
+        let rows: Vec<&Trajectory> = batch.trajectories().collect();
+        let length = longest(&rows);
         let rewards: Vec<f64> = rows.iter().map(|row| row.reward).collect();
         let rewards = Tensor::from_slice(&rewards);
         let labels: Vec<usize> = batch
@@ -43,8 +80,20 @@ impl PreparedBatch {
         let mask = padded_mask(&rows, length);
         let token_rewards = padded(&rows, length, |row| row.token_rewards.as_deref());
         let values = padded(&rows, length, |row| row.values.as_deref());
+        let (paid, token_rewards) = match old_and_reference {
+            None => (rewards.shallow_clone(), token_rewards),
+            Some((old, reference)) => {
+                let plain = match token_rewards {
+                    Some(token_rewards) => token_rewards,
+                    None => on_last_token(&rewards, &mask)?,
+                };
+                let kl = &algorithm.kl;
+                let paid = rewards_with_kl(&plain, &old, &reference, &mask, kl, kl.coef);
+                (paid.sum_dim_intlist(1, false, paid.kind()), Some(paid))
+            }
+        };
         let advantages = algorithm.advantages(&Rewards {
-            rewards: &rewards,
+            rewards: &paid,
             token_rewards: token_rewards.as_ref(),
             values: values.as_ref(),
             mask: &mask,
@@ -93,7 +142,7 @@ impl PreparedBatch {
     ) -> Result<GroupInput<'a>> {
         let group: &Group = &batch.groups[index];
         let rows: Vec<&Trajectory> = group.trajectories.iter().collect();
-        let length = rows.iter().map(|row| row.content.len()).max().unwrap_or(0);
+        let length = longest(&rows);
         let mask = padded_mask(&rows, length);
         Ok(GroupInput {
             group,
@@ -105,6 +154,10 @@ impl PreparedBatch {
             weights: TokenWeights::new(algorithm.aggregation, algorithm.norm_length, &mask)?,
         })
     }
+}
+
+fn longest(rows: &[&Trajectory]) -> usize {
+    rows.iter().map(|row| row.content.len()).max().unwrap_or(0)
 }
 
 /// `[B, T]` bool, true on sampled tokens.

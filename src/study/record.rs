@@ -10,7 +10,7 @@ use crate::filter::{Filter, Score, Scores};
 use crate::gradient::{
     BatchSignal, ComponentNorms, GroupResult, RowStats, Split, mean, median, spearman,
 };
-use crate::objective::Algorithm;
+use crate::objective::{Algorithm, KlPlacement};
 use crate::policy::Policy;
 use crate::rollout::{Group, ReadReport};
 
@@ -158,7 +158,9 @@ impl GroupRecord {
         let Some(factor) = algorithm.advantage.mean_baseline_factor(self.group_size) else {
             return;
         };
-        if self.reward_variance == 0.0 {
+        // With the KL penalty in the rewards, their variance is not the one that is known.
+        let penalised = algorithm.kl_placement == KlPlacement::Reward && algorithm.kl.coef > 0.0;
+        if self.reward_variance == 0.0 || penalised {
             return;
         }
         let advantages = prepared.row_advantages(index);
