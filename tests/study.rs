@@ -435,6 +435,89 @@ fn the_outputs_are_printed_as_asked() {
     assert!(output.stdout.is_empty() && output.stderr.is_empty(), "{}", stderr(&output));
 }
 
+#[test]
+fn the_loss_is_explained_with_its_numbers() {
+    let folder = gpt2(2, "algorithm: {preset: dapo, entropy_coef: 0.01}\n");
+    let explain = |arguments: &[&str]| {
+        let mut command = gradprism(&["study", "--explain"]);
+        let output = command.arg(folder.path("study.yaml")).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(
+        explain(&[]),
+        "advantage    A = (R − mean)/(std + 1e-6) within the group, unbiased std; 0 where rewards are equal\n\
+         ratio        r = exp(logp − old_logp, clamped to ±20)\n\
+         task         max(−A·r, −A·clip(r, 0.8, 1.28))\n\
+         KL           not in the loss (coefficient 0)\n\
+         entropy      −0.01 · H, over the whole vocabulary\n\
+         aggregation  Σ L·m / Σ m over the whole batch\n"
+    );
+    let text = explain(&[
+        "--set",
+        "algorithm.preset=ppo",
+        "--set",
+        "algorithm.kl={coef: 0.1, placement: reward}",
+    ]);
+    assert!(text.contains("where A < 0 at most −A·3"), "{text}");
+    assert!(text.contains("−0.1 · (k3 = e^(−x) + x − 1) on the reward of each token"), "{text}");
+    assert!(!folder.has_output());
+}
+
+/// The KL penalty in the rewards: no KL in the loss, and advantages of rewards less the penalty.
+#[test]
+fn a_kl_penalty_can_act_on_the_rewards() {
+    let folder =
+        gpt2(3, "algorithm: {preset: dr_grpo, norm_length: 16, kl: {coef: 0.5, estimator: k1}}\n");
+    run(&folder, &["--set", "algorithm.kl.placement=reward"]);
+    let found = folder.prompts();
+    // The same by hand: k1 sums to Σ (old − ref) over the sampled tokens.
+    let mut lines = lines(&synthetic_batch(3, 1));
+    for line in &mut lines {
+        let sum = |key: &str| line[key].as_array().unwrap().iter().map(number).sum::<f64>();
+        let reward = number(&line["reward"]) - 0.5 * (sum("old_logprobs") - sum("ref_logprobs"));
+        line["reward"] = json!(reward);
+    }
+    let by_hand = StudyFolder::new(
+        &fixture("gpt2.pt"),
+        &lines,
+        "algorithm: {preset: dr_grpo, norm_length: 16}\n",
+    );
+    run(&by_hand, &[]);
+    for (found, expected) in found.iter().zip(&by_hand.prompts()) {
+        let norm = number(&expected["task_norm"]);
+        assert!(norm > 0.0);
+        assert_close(number(&found["task_norm"]), norm, 1e-6, norm, "task_norm");
+        assert_eq!(found["reg_norm"], 0.0);
+    }
+    // The rewards of the file stay what is reported.
+    assert_eq!(found[1]["reward_variance"], 0.0);
+}
+
+/// Importance weights of a sampler of its own: half the probability doubles the task gradient.
+#[test]
+fn a_sampler_of_its_own_is_corrected_for() {
+    let mut lines = lines(&synthetic_batch(2, 1));
+    for line in &mut lines {
+        let old: Vec<f64> = line["old_logprobs"].as_array().unwrap().iter().map(number).collect();
+        line["sampler_logprobs"] =
+            json!(old.iter().map(|logp| logp - 2_f64.ln()).collect::<Vec<_>>());
+    }
+    let folder = StudyFolder::new(&fixture("gpt2.pt"), &lines, "");
+    run(&folder, &[]);
+    let plain = folder.prompts();
+    let setting = "algorithm.importance={level: token, cap: 3}";
+    run(&folder, &["--force", "--set", setting]);
+    for (plain, corrected) in plain.iter().zip(&folder.prompts()) {
+        let expected = 2.0 * number(&plain["task_norm"]);
+        assert_close(number(&corrected["task_norm"]), expected, 1e-5, expected, "task_norm");
+        assert_eq!(corrected["reg_norm"], plain["reg_norm"]);
+    }
+    let output = gpt2(2, "").run(&["--set", setting]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("sampler_logprobs"), "{}", stderr(&output));
+}
+
 /// Ctrl-C: what was finished is written and marked, and the exit code is 130.
 #[cfg(unix)]
 #[test]

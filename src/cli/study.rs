@@ -28,6 +28,9 @@ pub struct StudyArgs {
     /// Print the summary as JSON instead of a table
     #[arg(long)]
     json: bool,
+    /// Print the loss in formulas, with every number of the preset and the configuration, and stop
+    #[arg(long)]
+    explain: bool,
 }
 
 /// `summary.json`.
@@ -49,6 +52,10 @@ struct WallTime {
 
 pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     let config = args.config.load()?.resolve()?;
+    if args.explain {
+        writeln!(std::io::stdout(), "{}", config.algorithm()?)?;
+        return Ok(DONE);
+    }
     super::set_threads(config.threads);
     let interrupted = super::interruption()?;
     let study = Study::prepare(config)?;
