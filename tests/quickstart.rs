@@ -21,8 +21,13 @@ fn run(arguments: &[&str]) -> (tempfile::TempDir, Vec<Value>) {
 
 #[test]
 fn the_quickstart_shows_every_kind_of_group() {
-    let (_folder, groups) = run(&[]);
+    let (folder, groups) = run(&[]);
     assert_eq!(groups.len(), 24);
+    // The rollouts are the policy's own: r − 1 − log r is as small as rounding, and not below 0.
+    let summary = std::fs::read_to_string(folder.path().join("out/summary.json")).unwrap();
+    let summary: Value = serde_json::from_str(&summary).unwrap();
+    let approx_kl = summary["steps"][0]["ratio"]["approx_kl"].as_f64().unwrap();
+    assert!((0.0..1e-10).contains(&approx_kl), "{approx_kl}");
     let count = |holds: &dyn Fn(&Value) -> bool| groups.iter().filter(|group| holds(group)).count();
     let number = |group: &Value, key: &str| group[key].as_f64();
     let equal = count(&|group| number(group, "reward_variance") == Some(0.0));

@@ -183,12 +183,16 @@ fn every_preset_runs() {
     }
 }
 
-/// Everything but wall times: numbers of the summary, lines, the picture, the configuration.
-fn deterministic_part(folder: &StudyFolder) -> (Value, String, String) {
+/// Everything but wall times: numbers of the summary, lines, the configuration, the page.
+fn deterministic_part(folder: &StudyFolder) -> (Value, [String; 3]) {
     let mut summary = folder.summary();
     summary.as_object_mut().unwrap().remove("wall_time").unwrap();
     let text = |name: &str| std::fs::read_to_string(folder.path(name)).unwrap();
-    (summary, text("out/prompts.jsonl"), text("out/config.resolved.yaml"))
+    (
+        summary,
+        ["prompts.jsonl", "config.resolved.yaml", "report.html"]
+            .map(|name| text(&format!("out/{name}"))),
+    )
 }
 
 #[test]
@@ -268,6 +272,7 @@ fn a_policy_of_the_rollouts_own_has_ratio_one() {
     assert_eq!(ratio["mean"], 1.0);
     assert_eq!(ratio["max"], 1.0);
     assert_eq!(ratio["clip_fraction"], 0.0);
+    assert_eq!(ratio["approx_kl"], 0.0);
     assert_eq!(ratio["effective_sample_size"], 1.0);
     // The file's numbers come from no policy, and the study says so.
     let output = folder.run(&["--force"]);
@@ -433,6 +438,27 @@ fn the_outputs_are_printed_as_asked() {
     assert_eq!(summary["steps"][0]["group_count"], 2);
     let output = folder.run(&["--force", "--quiet"]);
     assert!(output.stdout.is_empty() && output.stderr.is_empty(), "{}", stderr(&output));
+}
+
+/// The page holds every group, and no name from the file becomes markup.
+#[test]
+fn the_report_is_a_whole_page() {
+    let mut lines = lines(&synthetic_batch(3, 1));
+    for line in lines.iter_mut().filter(|line| line["group_id"] == "g2") {
+        line["group_id"] = json!("<script>alert(\"&\")</script>");
+    }
+    let folder = StudyFolder::new(&fixture("gpt2.pt"), &lines, "");
+    run(&folder, &[]);
+    let page = std::fs::read_to_string(folder.path("out/report.html")).unwrap();
+    assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</body></html>\n"));
+    assert!(!page.contains("<script"));
+    assert!(page.contains("&lt;script&gt;alert(&quot;&amp;&quot;)&lt;/script&gt;"));
+    assert_eq!(page.matches("<circle ").count(), 3);
+    for group in folder.prompts() {
+        let norm = gradprism::log::number(number(&group["task_norm"]));
+        assert!(page.contains(&format!("<td>{norm}</td>")), "{norm}");
+    }
+    assert!(page.contains("preset: grpo"));
 }
 
 #[test]

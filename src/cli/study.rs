@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-use gradprism::log::{RunDirectory, StudyLog};
+use gradprism::log::{RunDirectory, StudyLog, page};
 use gradprism::study::{Study, StudyReport};
 use serde::Serialize;
 
@@ -75,6 +75,7 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     let groups = report.steps.iter().flat_map(|step| &step.groups);
     directory.write_json_lines("prompts.jsonl", groups)?;
     directory.write_json("summary.json", &summary)?;
+    directory.write_text("report.html", &page(&report, &resolved))?;
     drop(progress);
     let path = directory.finish()?;
 

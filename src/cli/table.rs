@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
+use gradprism::log::number;
 use gradprism::study::{BatchRecord, GroupRecord, StudyReport};
 
 /// Groups that a table shows at most.
@@ -119,19 +120,6 @@ fn batch(step: &BatchRecord) -> String {
         correlation(step.reg_coherence)
     );
     text
-}
-
-/// Three significant digits.
-fn number(value: f64) -> String {
-    let size = value.abs();
-    if value == 0.0 {
-        "0".into()
-    } else if (0.001..1000.0).contains(&size) {
-        let decimals = (2 - size.log10().floor() as i32).clamp(0, 5) as usize;
-        format!("{value:.decimals$}")
-    } else {
-        format!("{value:.2e}")
-    }
 }
 
 fn with_error(value: f64, error: Option<f64>) -> String {

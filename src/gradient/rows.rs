@@ -180,7 +180,8 @@ impl Scorer<'_> {
         let kind = tokens.logp.kind();
         let log_ratio = &tokens.logp - &tokens.old_logp;
         let bound = self.algorithm.surrogate.log_ratio_clamp.unwrap_or(f64::INFINITY);
-        let ratio = log_ratio.clamp(-bound, bound).exp();
+        let clamped = log_ratio.clamp(-bound, bound);
+        let ratio = clamped.exp();
         let clipped = self.algorithm.surrogate.is_clipped(task, &tokens.advantages);
         let over_mask = |values: &Tensor| objective::masked(values, &tokens.mask).sum(kind);
         let zero = Tensor::zeros([], (kind, tokens.logp.device()));
@@ -190,7 +191,7 @@ impl Scorer<'_> {
                 over_mask(&ratio),
                 over_mask(&ratio.square()),
                 objective::masked(&ratio, &tokens.mask).max(),
-                over_mask(&(&ratio - 1.0 - &log_ratio)),
+                over_mask(&objective::k3(&-clamped)),
                 over_mask(&log_ratio.abs()),
                 log_ratio.abs().max(),
                 over_mask(&clipped.to_kind(kind)),

@@ -4,9 +4,11 @@
 mod directory;
 mod events;
 mod picture;
+mod report;
 mod study;
 
 pub use directory::RunDirectory;
 pub use events::EventWriter;
 pub use picture::{Mark, Picture, Scatter};
+pub use report::{number, page};
 pub use study::StudyLog;

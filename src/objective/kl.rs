@@ -77,7 +77,7 @@ impl KlPenalty {
 
 /// `e^(−x) + x − 1` without cancellation: for |x| < 1/2 by its series `x²/2 − x³/6 + …`, whose
 /// first omitted term is below 2⁻⁵³ of the sum, beyond that by `expm1(−x) + x`.
-fn k3(x: &Tensor) -> Tensor {
+pub(crate) fn k3(x: &Tensor) -> Tensor {
     const SMALL: f64 = 0.5;
     const TERMS: i64 = 15;
     let near = x.clamp(-SMALL, SMALL);

@@ -58,6 +58,7 @@ pub use advantage::{
 };
 pub use aggregate::{Aggregation, Counts, TokenWeights};
 pub use importance::{ImportanceCorrection, ImportanceLevel};
+pub(crate) use kl::k3;
 pub use kl::{KlEstimator, KlGradient, KlPenalty};
 pub use logits::{entropy, gather, log_probs, logit_gradient};
 pub use preset::{Algorithm, KlPlacement, Preset, Rewards};
