@@ -3,8 +3,12 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
+const SHIM: [&str; 2] = ["src/native/shim.cpp", "src/native/sites.cpp"];
+
 fn main() {
-    println!("cargo::rerun-if-changed=src/native/shim.cpp");
+    for file in SHIM {
+        println!("cargo::rerun-if-changed={file}");
+    }
     if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
         println!("cargo::rustc-env=GRADPRISM_LIBTORCH_LIB=");
         return;
@@ -51,6 +55,6 @@ fn compile_shim(lib: &Path) {
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))
         .flag("-Wall")
         .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str())
-        .file("src/native/shim.cpp")
+        .files(SHIM)
         .compile("gradprism_shim");
 }

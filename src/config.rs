@@ -275,7 +275,10 @@ pub struct DecompositionConfig {
     pub by_parameter: bool,
     /// The number of reward-variance buckets, or their edges; 0 for none.
     pub buckets: BucketsConfig,
-    /// Seeds the sign-flip test of groups of more than twelve rows.
+    /// Padded tokens of a group beyond which the batched engine takes it row by row.
+    pub token_budget: usize,
+    /// Seeds the sign-flip test of groups of more than twelve rows, and the choice of the row that
+    /// the batched engine recomputes.
     pub seed: u64,
 }
 
@@ -287,6 +290,7 @@ impl Default for DecompositionConfig {
             bound: false,
             by_parameter: false,
             buckets: BucketsConfig::Count(6),
+            token_budget: 8192,
             seed: 0,
         }
     }
@@ -296,11 +300,13 @@ impl Default for DecompositionConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineName {
-    /// The fastest that applies.
+    /// Batched, and a trajectory at a time where the policy cannot be taken apart by rows.
     #[default]
     Auto,
-    /// A trajectory at a time.
+    /// A trajectory at a time: the reference that faster engines are held to.
     Loop,
+    /// A group at a time; an error where the policy cannot be taken apart by rows.
+    Batched,
 }
 
 /// A number of buckets, or edges.

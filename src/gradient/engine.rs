@@ -20,6 +20,11 @@ pub trait Engine {
         input: &GroupInput,
         tick: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Option<GroupResult>>;
+
+    /// What the user should know of how the engine worked, since the last call.
+    fn notes(&mut self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// The gradients of a group's loss, at coefficient 1.

@@ -66,6 +66,10 @@ impl Gram {
         self.products.iter().all(|product| product.is_finite())
     }
 
+    pub(super) fn set(&mut self, i: usize, j: usize, product: f64) {
+        self.products[i * self.n + j] = product;
+    }
+
     fn add(&mut self, other: &Self) {
         for (sum, term) in self.products.iter_mut().zip(&other.products) {
             *sum += term;

@@ -1,7 +1,9 @@
 //! The split of policy gradients: engines that take them, and the estimators on top.
 
 mod batch;
+mod batched;
 mod engine;
+mod factors;
 mod gram;
 mod plain;
 mod rows;
@@ -9,6 +11,7 @@ mod split;
 mod statistics;
 
 pub use batch::{BatchSignal, Coherence, ComponentNorms, ComponentSums};
+pub use batched::BatchedEngine;
 pub use engine::{Engine, GroupGradients, GroupResult};
 pub use gram::{GradientVector, Gram, gram};
 pub use plain::PlainEngine;

@@ -75,12 +75,7 @@ impl Engine for PlainEngine {
         let products = |gram: Gram| GroupProducts { rows, has_kl, gram };
         let whole = products(Gram::total(vectors.len(), &matrices));
         if !whole.gram.is_finite() {
-            return Err(Error::NonFinite {
-                place: format!("group `{}`", input.group.id),
-                what: "a gradient".into(),
-                found: f64::NAN,
-                remedy: "the losses are finite, so a backward pass overflowed; try policy.dtype: float32 or float64".into(),
-            });
+            return Err(not_finite(input));
         }
         Ok(Some(GroupResult {
             products: whole,
@@ -96,8 +91,22 @@ impl Engine for PlainEngine {
     }
 }
 
+/// What is said of a group whose gradients hold NaN or infinity.
+pub(super) fn not_finite(input: &GroupInput) -> Error {
+    Error::NonFinite {
+        place: format!("group `{}`", input.group.id),
+        what: "a gradient".into(),
+        found: f64::NAN,
+        remedy: "the losses are finite, so a backward pass overflowed; try policy.dtype: float32 or float64".into(),
+    }
+}
+
 /// The gradient of a scalar; a parameter that it does not depend on has gradient 0.
-fn backward(loss: &Tensor, parameters: &[&Tensor], keep_graph: bool) -> Result<GradientVector> {
+pub(super) fn backward(
+    loss: &Tensor,
+    parameters: &[&Tensor],
+    keep_graph: bool,
+) -> Result<GradientVector> {
     let gradients = Tensor::f_run_backward(&[loss], parameters, keep_graph, false)?;
     Ok(gradients
         .into_iter()

@@ -120,7 +120,7 @@ impl Scorer<'_> {
         .masked()?;
         let task = self.algorithm.task(&tokens);
         let kl = self.algorithm.kl(&tokens);
-        let stats = self.stats(&tokens, &task, kl.as_ref(), &entropy)?;
+        let stats = self.stats(&tokens, &task, kl.as_ref(), &entropy)?[0];
         let sum = |term: &Term| weights.sum(&term.attach(&tokens.logp));
         Ok(RowLosses {
             task: sum(&task)?,
@@ -147,6 +147,38 @@ impl Scorer<'_> {
         Ok(Some(logp.to_kind(like.kind())))
     }
 
+    /// Log-probabilities `[G, T]` under the policy that sampled.
+    pub(super) fn old_rows(&self, trajectories: &[Trajectory], logp: &Tensor) -> Tensor {
+        let old = if self.recompute_old {
+            None
+        } else {
+            padded(trajectories, logp, |row| row.old_logprobs.as_deref())
+        };
+        old.unwrap_or_else(|| logp.detach())
+    }
+
+    /// Log-probabilities `[G, T]` under the reference policy, if there is one.
+    pub(super) fn reference_rows(
+        &self,
+        trajectories: &[Trajectory],
+        like: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(reference) = self.reference else {
+            return Ok(padded(trajectories, like, |row| row.ref_logprobs.as_deref()));
+        };
+        let batch = reference.batch_logits(trajectories)?;
+        let log_probs = objective::log_probs(&batch.logits, self.temperature);
+        let flat = objective::gather(&log_probs, &batch.actions)?.to_kind(like.kind());
+        let lengths: Vec<i64> = trajectories.iter().map(|row| row.content.len() as i64).collect();
+        let length = like.size()[1];
+        let rows: Vec<Tensor> = flat
+            .split_with_sizes(&lengths, 0)
+            .into_iter()
+            .map(|row| row.constant_pad_nd([0, length - row.size()[0]]))
+            .collect();
+        Ok(Some(Tensor::f_stack(&rows, 0)?))
+    }
+
     /// The log-probabilities `[T]` of a response under the policy that sampled and under the
     /// reference policy, without gradients; none without a reference.
     ///
@@ -168,14 +200,14 @@ impl Scorer<'_> {
         Ok(reference.map(|reference| (cpu(old), cpu(reference))))
     }
 
-    /// One transfer from the device.
-    fn stats(
+    /// The sums of every row of `[B, T]` tokens; one transfer from the device.
+    pub(super) fn stats(
         &self,
         tokens: &Tokens,
         task: &Term,
         kl: Option<&Term>,
         entropy: &Tensor,
-    ) -> Result<RowStats> {
+    ) -> Result<Vec<RowStats>> {
         let _no_grad = tch::no_grad_guard();
         let kind = tokens.logp.kind();
         let log_ratio = &tokens.logp - &tokens.old_logp;
@@ -183,37 +215,58 @@ impl Scorer<'_> {
         let clamped = log_ratio.clamp(-bound, bound);
         let ratio = clamped.exp();
         let clipped = self.algorithm.surrogate.is_clipped(task, &tokens.advantages);
-        let over_mask = |values: &Tensor| objective::masked(values, &tokens.mask).sum(kind);
-        let zero = Tensor::zeros([], (kind, tokens.logp.device()));
-        let numbers = Tensor::f_stack(
+        let inside = |values: &Tensor| objective::masked(values, &tokens.mask);
+        let sum = |values: &Tensor| inside(values).sum_dim_intlist(1, false, kind);
+        let zero = Tensor::zeros([tokens.logp.size()[0]], (kind, tokens.logp.device()));
+        let columns = Tensor::f_stack(
             &[
-                tokens.mask.sum(kind),
-                over_mask(&ratio),
-                over_mask(&ratio.square()),
-                objective::masked(&ratio, &tokens.mask).max(),
-                over_mask(&objective::k3(&-clamped)),
-                over_mask(&log_ratio.abs()),
-                log_ratio.abs().max(),
-                over_mask(&clipped.to_kind(kind)),
-                kl.map_or(zero, |kl| over_mask(&kl.value)),
-                over_mask(entropy),
+                tokens.mask.sum_dim_intlist(1, false, kind),
+                sum(&ratio),
+                sum(&ratio.square()),
+                inside(&ratio).amax(1, false),
+                sum(&objective::k3(&-clamped)),
+                sum(&log_ratio.abs()),
+                log_ratio.abs().amax(1, false),
+                sum(&clipped.to_kind(kind)),
+                kl.map_or(zero, |kl| sum(&kl.value)),
+                sum(entropy),
             ],
-            0,
+            1,
         )?;
-        let numbers: Vec<f64> = Vec::try_from(numbers.to_kind(Kind::Double))?;
-        Ok(RowStats {
-            tokens: numbers[0],
-            ratio: numbers[1],
-            ratio_sq: numbers[2],
-            ratio_max: numbers[3],
-            approx_kl: numbers[4],
-            log_ratio_abs: numbers[5],
-            log_ratio_max: numbers[6],
-            clipped: numbers[7],
-            kl: numbers[8],
-            entropy: numbers[9],
-        })
+        let numbers: Vec<f64> = Vec::try_from(columns.to_kind(Kind::Double).reshape([-1]))?;
+        Ok(numbers
+            .chunks(10)
+            .map(|row| RowStats {
+                tokens: row[0],
+                ratio: row[1],
+                ratio_sq: row[2],
+                ratio_max: row[3],
+                approx_kl: row[4],
+                log_ratio_abs: row[5],
+                log_ratio_max: row[6],
+                clipped: row[7],
+                kl: row[8],
+                entropy: row[9],
+            })
+            .collect())
     }
+}
+
+/// `[G, T]` of the dtype and device of `like`, 0 where a row ends; none unless every row has the
+/// array.
+pub(super) fn padded<'a>(
+    trajectories: &'a [Trajectory],
+    like: &Tensor,
+    array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
+) -> Option<Tensor> {
+    let length = like.size()[1] as usize;
+    let mut numbers = vec![0.0; trajectories.len() * length];
+    for (row, padded) in trajectories.iter().zip(numbers.chunks_mut(length)) {
+        let array = array(row)?;
+        padded[..array.len()].copy_from_slice(array);
+    }
+    let rows = Tensor::from_slice(&numbers).reshape([-1, length as i64]);
+    Some(rows.to_kind(like.kind()).to_device(like.device()))
 }
 
 /// Numbers of the file as a row `[1, T]` of the dtype and device of `like`.
@@ -221,7 +274,7 @@ fn row_like(numbers: &[f64], like: &Tensor) -> Tensor {
     Tensor::from_slice(numbers).unsqueeze(0).to_kind(like.kind()).to_device(like.device())
 }
 
-fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<RowStats> {
+pub(super) fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<RowStats> {
     let remedy = "the policy gives a sampled token probability 0, or its logits are not finite: is this the checkpoint, temperature and tokenizer of these rollouts?";
     for (what, found) in [
         ("a log-ratio to old_logprobs", stats.log_ratio_abs),

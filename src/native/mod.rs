@@ -1,6 +1,10 @@
 //! The safe side of the C++ shim (`shim.cpp`): a TorchScript module with its signature, its
 //! buffers, and calls by argument name, none of which `tch` exposes.
 
+mod sites;
+
+pub(crate) use sites::{Sites, Use};
+
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::NonNull;

@@ -269,6 +269,77 @@ impl Policy {
     }
 }
 
+/// The logits of a batch of trajectories at the positions of their responses, one trajectory after
+/// the other, without padding.
+#[derive(Debug)]
+pub struct BatchLogits {
+    /// `[n, V]`
+    pub logits: Tensor,
+    /// `[n]` int64, what was chosen.
+    pub actions: Tensor,
+}
+
+impl Policy {
+    /// The logits of several trajectories in one padded forward pass.
+    ///
+    /// # Errors
+    /// If libtorch fails, or a trajectory is not of the policy's kind.
+    pub fn batch_logits(&self, trajectories: &[Trajectory]) -> Result<BatchLogits> {
+        let device = self.device();
+        let actions: Vec<i64> =
+            trajectories.iter().flat_map(|row| row.content.actions()).copied().collect();
+        let actions = Tensor::from_slice(&actions).to_device(device);
+        let longest = trajectories.iter().map(Trajectory::forward_tokens).max().unwrap_or(0);
+        let mut picked: Vec<i64> = Vec::new();
+        let mut ids: Vec<i64> = Vec::new();
+        let mut mask: Vec<i64> = Vec::new();
+        let mut observations: Vec<f64> = Vec::new();
+        let mut shape: Vec<i64> = Vec::new();
+        for (row, trajectory) in trajectories.iter().enumerate() {
+            let start = (row * longest) as i64;
+            match &trajectory.content {
+                Content::Tokens { prompt_ids, response_ids } => {
+                    ids.extend(prompt_ids.iter().chain(response_ids));
+                    let first = start + prompt_ids.len() as i64 - 1;
+                    picked.extend(first..first + response_ids.len() as i64);
+                    mask.resize(ids.len(), 1);
+                    ids.resize((row + 1) * longest, 0);
+                    mask.resize((row + 1) * longest, 0);
+                }
+                Content::Steps { observations: values, shape: one, actions } => {
+                    observations.extend(values);
+                    let width: i64 = one.iter().product();
+                    picked.extend(start..start + actions.len() as i64);
+                    observations.resize((row + 1) * longest * width as usize, 0.0);
+                    shape.clone_from(one);
+                }
+            }
+        }
+        let rows = [trajectories.len() as i64, longest as i64];
+        let logits = match self.options.kind {
+            PolicyKind::CausalLm => {
+                let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).to_device(device);
+                let ids = tensor(&ids).f_reshape(rows)?;
+                self.token_logits(&ids, &tensor(&mask).f_reshape(rows)?)?
+            }
+            PolicyKind::Step => {
+                let mut size = vec![rows[0] * rows[1]];
+                size.extend(shape);
+                let kind = match self.options.observation_dtype {
+                    ObservationDtype::Float => self.kind,
+                    ObservationDtype::Int64 => Kind::Int64,
+                };
+                let observations = Tensor::from_slice(&observations).f_reshape(size)?;
+                self.step_logits(&observations.to_kind(kind).to_device(device))?
+            }
+        };
+        let picked = Tensor::from_slice(&picked).to_device(device);
+        let logits =
+            logits.reshape([rows[0] * rows[1], self.choices]).f_index_select(0, &picked)?;
+        Ok(BatchLogits { logits, actions })
+    }
+}
+
 /// What a trial and a loaded policy share: a call of forward with token ids.
 fn token_logits(
     module: &Module,

@@ -14,10 +14,11 @@ use std::path::PathBuf;
 
 use tch::Device;
 
-use crate::config::{Config, OldLogprobs};
+use crate::config::{Config, EngineName, OldLogprobs};
 use crate::error::{Error, Result};
 use crate::gradient::{
-    Coefficients, Coherence, ComponentSums, Debias, Engine, PlainEngine, RowStats, Scorer, split,
+    BatchedEngine, Coefficients, Coherence, ComponentSums, Debias, Engine, PlainEngine, RowStats,
+    Scorer, split,
 };
 use crate::objective::{
     AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPlacement,
@@ -323,8 +324,17 @@ impl Study {
     ) -> Result<BatchRecord> {
         let batch = &self.rollouts.batches[self.plan[index].0];
         let decomposition = &self.config.decomposition;
-        let mut engine =
+        let plain =
             PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
+        let mut engine: Box<dyn Engine> = match decomposition.engine {
+            EngineName::Loop => Box::new(plain),
+            name => Box::new(BatchedEngine::new(
+                plain,
+                decomposition.token_budget,
+                name == EngineName::Batched,
+                decomposition.seed,
+            )),
+        };
         let scorer = Scorer {
             policy,
             reference: self.reference.as_ref(),
@@ -443,6 +453,7 @@ impl Study {
         record.task_coherence = task_coherence.mean_cosine()?;
         record.reg_coherence = reg_coherence.mean_cosine()?;
         record.partial = partial;
+        record.warnings.extend(engine.notes());
         record.mark_kept(&self.config.filter(), self.config.filter.score)?;
         self.judge(&mut record, batch);
         Ok(record)

@@ -1,0 +1,223 @@
+//! The batched engine against the plain one: the same numbers to 1e-5 in float32 and 1e-10 in
+//! float64, or a word that it cannot.
+
+mod common;
+
+use std::path::Path;
+
+use common::{StudyFolder, assert_close, config, fixture, lines, stderr, synthetic_batch};
+use gradprism::rollout::{Batch, Content};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::Value;
+
+const YAML: &str =
+    "algorithm: {kl: {coef: 0.1}, entropy_coef: 0.05}\ndecomposition: {by_parameter: true}\n";
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("expected a number, found {value}"))
+}
+
+/// A study by both engines; the batched one must not hand over to the plain one.
+fn both(folder: &StudyFolder, settings: &[&str]) -> (Vec<Value>, Vec<Value>, String) {
+    let run = |engine: &str| {
+        let engine = format!("decomposition.engine={engine}");
+        let mut arguments = vec!["--force", "--set", &engine];
+        settings.iter().for_each(|setting| arguments.extend(["--set", setting]));
+        let output = folder.run(&arguments);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        (folder.prompts(), stderr(&output))
+    };
+    let (plain, _) = run("loop");
+    let (batched, log) = run("batched");
+    (plain, batched, log)
+}
+
+/// Every number of two records, signal² and noise² relative to ‖g_task‖², norms to themselves.
+fn assert_equal(plain: &[Value], batched: &[Value], tolerance: f64, what: &str) {
+    assert_eq!(plain.len(), batched.len());
+    for (plain, batched) in plain.iter().zip(batched) {
+        let what = format!("{what}, group {}", plain["group_id"]);
+        let task_sq = number(&plain["task_norm"]).powi(2);
+        for key in ["signal_sq", "noise_sq"] {
+            let (found, expected) = (number(&batched[key]), number(&plain[key]));
+            assert_close(found, expected, tolerance, task_sq, &format!("{what}: {key}"));
+        }
+        for key in ["task_norm", "kl_unit_norm", "entropy_unit_norm", "reg_norm", "total_norm"] {
+            let (found, expected) = (number(&batched[key]), number(&plain[key]));
+            assert_close(found, expected, tolerance, expected, &format!("{what}: {key}"));
+        }
+        let norms = |record: &Value| -> Vec<f64> {
+            record["trajectory_task_norms"].as_array().unwrap().iter().map(number).collect()
+        };
+        let largest = norms(plain).into_iter().fold(0.0, f64::max);
+        for (found, expected) in norms(batched).into_iter().zip(norms(plain)) {
+            assert_close(found, expected, tolerance, largest, &format!("{what}: row norms"));
+        }
+        for (found, expected) in batched["by_parameter"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .zip(plain["by_parameter"].as_array().unwrap())
+        {
+            assert_eq!(found["name"], expected["name"]);
+            let name = format!("{what}: {}", found["name"]);
+            let (found, expected) = (number(&found["signal_sq"]), number(&expected["signal_sq"]));
+            assert_close(found, expected, tolerance, task_sq, &name);
+        }
+    }
+}
+
+fn study(checkpoint: &Path) -> StudyFolder {
+    StudyFolder::new(checkpoint, &lines(&synthetic_batch(4, 3)), YAML)
+}
+
+#[test]
+fn transformers_are_taken_apart_whole() {
+    // Addmm, layer norm, learned positions, tied head; mm, RMS norm, rotary, gated; traced.
+    for name in ["gpt2.pt", "llama.pt", "tied_traced.pt", "optional_mask.pt", "partly_frozen.pt"] {
+        let folder = study(&fixture(name));
+        let (plain, batched, log) = both(&folder, &["policy.dtype=float64"]);
+        assert!(!log.contains("row by row"), "{name}: {log}");
+        assert_equal(&plain, &batched, 1e-10, name);
+        let (plain, batched, _) = both(&folder, &[]);
+        assert_equal(&plain, &batched, 1e-5, name);
+    }
+}
+
+#[test]
+fn selected_parameters_and_every_preset() {
+    let folder = study(&fixture("double.pt"));
+    for settings in [
+        &["policy.trainable=blocks.1"][..],
+        &["policy.trainable=wte"],
+        &["algorithm.preset=ppo"],
+        &["algorithm.preset=dapo", "policy.temperature=0.7"],
+        &["algorithm.preset=dr_grpo", "algorithm.norm_length=9"],
+        &["rollouts.old_logprobs=recompute", "algorithm.kl.gradient=k2"],
+    ] {
+        let (plain, batched, log) = both(&folder, settings);
+        assert!(!log.contains("row by row"), "{settings:?}: {log}");
+        assert_equal(&plain, &batched, 1e-10, &format!("{settings:?}"));
+    }
+    let reference = format!("policy.reference={}", fixture("tied_traced.pt").display());
+    let (plain, batched, _) = both(&folder, &[&reference, "policy.dtype=float64"]);
+    assert_equal(&plain, &batched, 1e-10, "reference");
+}
+
+#[test]
+fn a_layer_used_twice_is_added_before_products_are_taken() {
+    let folder = study(&fixture("shared.pt"));
+    let (plain, batched, log) = both(&folder, &[]);
+    assert!(!log.contains("row by row"), "{log}");
+    assert_equal(&plain, &batched, 1e-10, "shared");
+    let (plain, batched, _) = both(&study(&fixture("in_place.pt")), &[]);
+    assert_equal(&plain, &batched, 1e-10, "in place");
+}
+
+/// What the graph does not show by rows is taken by the plain way, and named.
+#[test]
+fn other_layers_are_taken_row_by_row() {
+    // Both lay tokens out as [T * B] somewhere, which the row that is recomputed shows.
+    for (name, parameter) in [("lstm.pt", "lstm.weight_ih_l0"), ("time_major.pt", "inner.weight")] {
+        let folder = study(&fixture(name));
+        let (plain, batched, log) = both(&folder, &[]);
+        assert!(log.contains("row by row") && log.contains(parameter), "{log}");
+        assert!(!log.contains("head.weight"), "{log}");
+        assert_equal(&plain, &batched, 1e-10, name);
+    }
+}
+
+fn step_batch(shape: &[i64]) -> Batch {
+    let mut batch = synthetic_batch(3, 1);
+    let mut random = ChaCha8Rng::seed_from_u64(5);
+    let width = shape.iter().product::<i64>() as usize;
+    for row in batch.groups.iter_mut().flat_map(|group| &mut group.trajectories) {
+        let length = row.mask.len();
+        row.content = Content::Steps {
+            observations: (0..width * length).map(|_| random.random_range(-1.0..1.0)).collect(),
+            shape: shape.to_vec(),
+            actions: (0..length).map(|_| random.random_range(0..3)).collect(),
+        };
+    }
+    batch
+}
+
+#[test]
+fn step_policies_are_taken_apart_too() {
+    let settings = ["policy.kind=step", "rollouts.old_logprobs=recompute", "policy.dtype=float64"];
+    let folder = StudyFolder::new(&fixture("mlp_step.pt"), &lines(&step_batch(&[4])), YAML);
+    let (plain, batched, log) = both(&folder, &settings);
+    assert!(!log.contains("row by row"), "{log}");
+    assert_equal(&plain, &batched, 1e-10, "mlp");
+
+    let mut nested = lines(&step_batch(&[1, 5, 5]));
+    for line in &mut nested {
+        // Rows of 25 numbers as [1, 5, 5].
+        for observation in line["observations"].as_array_mut().unwrap() {
+            let numbers: Vec<f64> = observation.as_array().unwrap().iter().map(number).collect();
+            *observation = serde_json::json!([numbers.chunks(5).collect::<Vec<_>>()]);
+        }
+    }
+    let folder = StudyFolder::new(&fixture("conv_step.pt"), &nested, YAML);
+    let (plain, batched, log) = both(&folder, &settings);
+    assert!(log.contains("conv.weight"), "{log}");
+    assert_equal(&plain, &batched, 1e-10, "conv");
+}
+
+/// A model that mixes the rows of a batch is told by the row that is recomputed: an error, or the
+/// plain engine.
+#[test]
+fn a_model_that_cannot_be_batched_is_told() {
+    for name in ["mixing.pt", "dropout.pt"] {
+        let folder = study(&fixture(name));
+        let output = folder.run(&["--set", "decomposition.engine=batched"]);
+        assert_eq!(output.status.code(), Some(2), "{name}: {}", stderr(&output));
+        let message = stderr(&output);
+        assert!(
+            message.contains("mixes the rows of a batch") && message.contains("use engine: loop"),
+            "{message}"
+        );
+        if name == "dropout.pt" {
+            continue;
+        }
+        let output = folder.run(&["--set", "decomposition.engine=auto"]);
+        assert_eq!(output.status.code(), Some(0), "{name}: {}", stderr(&output));
+        assert!(stderr(&output).contains("this run does"), "{}", stderr(&output));
+        let auto = folder.prompts();
+        assert_eq!(
+            folder.run(&["--force", "--set", "decomposition.engine=loop"]).status.code(),
+            Some(0)
+        );
+        assert!(
+            auto == folder.prompts(),
+            "{name}: the plain engine took over from the first group"
+        );
+    }
+}
+
+#[test]
+fn a_group_beyond_the_token_budget_is_taken_row_by_row() {
+    let folder = study(&fixture("double.pt"));
+    let (plain, batched, log) = both(&folder, &["decomposition.token_budget=10"]);
+    assert!(log.contains("decomposition.token_budget"), "{log}");
+    assert_eq!(plain, batched);
+}
+
+#[test]
+fn the_quickstart_is_the_same_by_both() {
+    let run = |engine: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        let mut command = common::gradprism(&["study", "--set"]);
+        command.arg(format!("decomposition.engine={engine}"));
+        command.args(["--set", "decomposition.by_parameter=true", "--set", "policy.dtype=float64"]);
+        command.arg(config("quickstart.yaml")).arg("--out").arg(&out);
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("WARN"), "{}", stderr(&output));
+        let text = std::fs::read_to_string(out.join("prompts.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
+    };
+    assert_equal(&run("loop"), &run("batched"), 1e-10, "quickstart");
+}
