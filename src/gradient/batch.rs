@@ -26,7 +26,9 @@ impl Sum {
             }
             Some(sum) => {
                 for (sum, term) in sum.iter_mut().zip(vector) {
-                    *sum += term * weight;
+                    // One pass over memory: sum += term·weight.
+                    let weight = Tensor::from(weight).to_kind(sum.kind()).to_device(sum.device());
+                    let _ = sum.addcmul_(term, &weight);
                 }
             }
         }

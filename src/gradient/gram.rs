@@ -1,4 +1,4 @@
-//! Inner products of gradient vectors, in float64 whatever the dtype of the gradients.
+//! Inner products of gradient vectors, summed in float64 whatever the dtype of the gradients.
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,8 +8,10 @@ use crate::objective::precise;
 /// A gradient: one tensor a trainable parameter, in the policy's order.
 pub type GradientVector = Vec<Tensor>;
 
-/// Elements of one vector that are widened to float64 at a time.
-const CHUNK: i64 = 1 << 20;
+/// Elements of one vector whose products are taken at a time.
+const CHUNK: i64 = 1 << 16;
+/// Elements up to which a model's gradients are joined to one vector.
+const SMALL: i64 = 1 << 20;
 
 /// The symmetric matrix of the inner products of `n` vectors.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,7 +100,7 @@ pub fn gram(vectors: &[Option<&GradientVector>], by_parameter: bool) -> Result<V
     let elements: usize = first.iter().map(Tensor::numel).sum();
 
     let _no_grad = tch::no_grad_guard();
-    let matrices = if !by_parameter && elements as i64 <= CHUNK {
+    let matrices = if !by_parameter && elements as i64 <= SMALL {
         // A small model: its vectors as whole rows.
         let rows: Vec<Tensor> = vectors.iter().map(|vector| flat(vector)).collect();
         vec![products_of_rows(&rows, device)]
@@ -136,18 +138,23 @@ fn flat(vector: &GradientVector) -> Tensor {
     Tensor::cat(&parts, 0)
 }
 
-/// `X Xᵀ` of equally long rows, widened chunk by chunk.
+/// `X Xᵀ` of equally long rows, chunk by chunk. float32 chunks are short enough that their products
+/// lose nothing to speak of, and are summed in float64; half precision is widened first.
 fn products_of_rows(rows: &[Tensor], device: Device) -> Tensor {
-    let kind = precise(device);
+    let wide = precise(device);
+    let kind = match rows[0].kind() {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    };
     let length = rows[0].size()[0];
-    let mut products = Tensor::zeros([rows.len() as i64, rows.len() as i64], (kind, device));
+    let mut products = Tensor::zeros([rows.len() as i64, rows.len() as i64], (wide, device));
     let mut start = 0;
     while start < length {
         let count = CHUNK.min(length - start);
         let chunk: Vec<Tensor> =
             rows.iter().map(|row| row.narrow(0, start, count).to_kind(kind)).collect();
         let chunk = Tensor::stack(&chunk, 0);
-        products += chunk.mm(&chunk.tr());
+        products += chunk.mm(&chunk.tr()).to_kind(wide);
         start += count;
     }
     products
