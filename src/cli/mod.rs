@@ -80,11 +80,17 @@ pub fn main() -> ExitCode {
         Ok(code) => ExitCode::from(code),
         Err(error) if is_closed_pipe(&error) => ExitCode::from(DONE),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            complain(&format!("error: {error:#}"));
             let is_usage = matches!(error.downcast_ref::<Error>(), Some(Error::Config { .. }));
             ExitCode::from(if is_usage { WRONG_USAGE } else { FAILED })
         }
     }
+}
+
+/// A line on the error stream; there is nowhere to say that it cannot be written.
+fn complain(message: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "{message}");
 }
 
 /// A panic is a fault of ours, or libtorch out of memory; the user gets one line of it, and all of it
@@ -100,9 +106,9 @@ fn announce_panics() {
         let message =
             message.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or_default();
         let message = message.split("\\nException raised from").next().unwrap_or_default();
-        eprintln!(
+        complain(&format!(
             "error: a fault inside gradprism: {message}\n(RUST_BACKTRACE=1 shows where; please report it)"
-        );
+        ));
     }));
 }
 
@@ -120,8 +126,22 @@ fn start_logging(quiet: bool) {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
+        .log_internal_errors(false)
         .without_time()
         .init();
+}
+
+unsafe extern "C" {
+    /// POSIX: ends the process without destructors.
+    safe fn _exit(code: i32) -> !;
+}
+
+/// What a second Ctrl-C removes.
+static LEFT_BEHIND: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+
+/// Names the folder that is removed if the program must end at once.
+fn remove_on_exit(folder: &std::path::Path) {
+    let _ = LEFT_BEHIND.set(folder.to_path_buf());
 }
 
 /// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.
@@ -130,7 +150,11 @@ fn interruption() -> anyhow::Result<Arc<AtomicBool>> {
     let seen = Arc::clone(&flag);
     ctrlc::set_handler(move || {
         if seen.swap(true, Ordering::Relaxed) {
-            std::process::exit(i32::from(INTERRUPTED));
+            if let Some(folder) = LEFT_BEHIND.get() {
+                let _ = std::fs::remove_dir_all(folder);
+            }
+            // `exit` would run libtorch's destructors under the thread that is at work.
+            _exit(i32::from(INTERRUPTED))
         }
     })?;
     Ok(flag)

@@ -61,7 +61,8 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     let study = Study::prepare(config)?;
     let resolved = study.config().to_yaml()?;
 
-    let directory = RunDirectory::create(&output_path(args)?, args.force)?;
+    let directory = claim_directory(args)?;
+    super::remove_on_exit(directory.path());
     directory.write_text("config.resolved.yaml", &resolved)?;
     let log = StudyLog::create(&directory, &resolved)?;
     let mut progress = Progress::new(args.quiet, interrupted, log);
@@ -95,18 +96,23 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
 }
 
 /// `--out`, or a name from the configuration's and the time, with a number if it is taken.
-fn output_path(args: &StudyArgs) -> anyhow::Result<PathBuf> {
+fn claim_directory(args: &StudyArgs) -> anyhow::Result<RunDirectory> {
     if let Some(out) = &args.out {
-        return Ok(out.clone());
+        return Ok(RunDirectory::create(out, args.force)?);
     }
     let name = args.config.config.file_stem().unwrap_or_default().to_string_lossy();
     let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
     let base = format!("runs/{name}-{time}");
     let mut path = PathBuf::from(&base);
     let mut attempt = 2;
-    while path.exists() {
-        path = PathBuf::from(format!("{base}-{attempt}"));
-        attempt += 1;
+    loop {
+        match RunDirectory::create(&path, false) {
+            // Another run took the name, perhaps this very moment.
+            Err(_) if path.exists() && attempt < 1000 => {
+                path = PathBuf::from(format!("{base}-{attempt}"));
+                attempt += 1;
+            }
+            outcome => return Ok(outcome?),
+        }
     }
-    Ok(path)
 }

@@ -1,4 +1,4 @@
-//! The run directory: filled under a temporary name, renamed when it is whole.
+//! The run directory: filled inside itself under a hidden name, so that nothing half-written shows.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,62 +9,86 @@ use crate::error::{Error, Result};
 
 /// The file by which a directory is known to be a run's.
 const MARKER: &str = "config.resolved.yaml";
+/// Where files lie until the run is whole.
+const STAGING: &str = ".partial";
 
-/// A directory that is being filled. Until [`finish`](Self::finish) nothing stands under the final
-/// name, and whatever was there is untouched; if it is dropped before, nothing is left.
+/// A directory that is being filled. Making it claims the name, so that no other run can take it;
+/// until [`finish`](Self::finish) an earlier run in it is untouched, and if it is dropped before,
+/// nothing of this one is left.
 #[derive(Debug)]
 pub struct RunDirectory {
     target: PathBuf,
     staging: PathBuf,
+    /// The folders that were made for it, outermost first.
+    made: Vec<PathBuf>,
     finished: bool,
 }
 
 impl RunDirectory {
-    /// Makes the directory under a temporary name beside its final one.
+    /// Claims a directory: a new one, an empty one, or with `force` one that holds an earlier run.
     ///
     /// # Errors
-    /// If the final name is taken (by anything, unless `force`; by something else than a run even
-    /// then), or the directory cannot be written.
+    /// If the name is taken by anything else, another run is writing there, or the directory cannot
+    /// be written.
     pub fn create(target: &Path, force: bool) -> Result<Self> {
         let refuse = |problem: String| Error::Output { path: target.to_path_buf(), problem };
-        if target.file_name().is_none() {
-            return Err(refuse("expected the path of a directory to make".into()));
+        let mut made = Vec::new();
+        if target.symlink_metadata().is_ok() {
+            if !target.exists() {
+                return Err(refuse("is a link that leads nowhere".into()));
+            }
+            Self::check_existing(target, force).map_err(refuse)?;
+        } else {
+            make_folders(target, &mut made)
+                .map_err(|error| refuse(format!("cannot be made: {error}")))?;
         }
-        if target.exists() && !is_empty_directory(target) {
-            if !target.is_dir() {
-                return Err(refuse("a file of that name exists".into()));
+        let claimed = target
+            .canonicalize()
+            .and_then(|target| std::fs::create_dir(target.join(STAGING)).map(|()| target));
+        match claimed {
+            Ok(target) => Ok(Self { staging: target.join(STAGING), target, made, finished: false }),
+            Err(error) => {
+                remove_empty(&made);
+                Err(refuse(format!("cannot be written: {error}")))
             }
-            if !target.join(MARKER).exists() {
-                return Err(refuse(format!(
-                    "exists and is no run directory (it holds no {MARKER}); choose another with --out"
-                )));
-            }
+        }
+    }
+
+    fn check_existing(target: &Path, force: bool) -> std::result::Result<(), String> {
+        if !target.is_dir() {
+            return Err("a file of that name exists".into());
+        }
+        let names: Vec<std::ffi::OsString> = std::fs::read_dir(target)
+            .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect())
+            .map_err(|error| format!("cannot be read: {error}"))?;
+        let is_run = names.iter().any(|name| name == MARKER);
+        let is_unfinished = names.iter().any(|name| name == STAGING);
+        if !names.is_empty() && !is_run && !(is_unfinished && names.len() == 1) {
+            return Err(format!(
+                "exists and is no run directory (it holds no {MARKER}); choose another with --out"
+            ));
+        }
+        if is_unfinished {
             if !force {
-                return Err(refuse(
-                    "holds an earlier run; choose another with --out, or replace it with --force"
-                        .into(),
+                return Err(format!(
+                    "holds an unfinished run ({STAGING}): another gradprism is writing there, or one was killed; choose another with --out, or replace it with --force"
                 ));
             }
+            std::fs::remove_dir_all(target.join(STAGING))
+                .map_err(|error| format!("its unfinished run cannot be removed: {error}"))?;
         }
-        let target = std::path::absolute(target).map_err(|error| refuse(error.to_string()))?;
-        let parent = target.parent().unwrap_or(Path::new("/"));
-        std::fs::create_dir_all(parent)
-            .map_err(|error| refuse(format!("cannot make its parent: {error}")))?;
-        let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let staging = parent.join(format!(".{name}.{}.partial", std::process::id()));
-        std::fs::create_dir(&staging)
-            .map_err(|error| refuse(format!("cannot write beside it: {error}")))?;
-        Ok(Self { target, staging, finished: false })
+        if is_run && !force {
+            return Err(
+                "holds an earlier run; choose another with --out, or replace it with --force"
+                    .into(),
+            );
+        }
+        Ok(())
     }
 
     /// Where files are written for now.
     pub fn path(&self) -> &Path {
         &self.staging
-    }
-
-    /// Where they will be.
-    pub fn target(&self) -> &Path {
-        &self.target
     }
 
     /// Writes a text file.
@@ -109,31 +133,38 @@ impl RunDirectory {
         write().map_err(Error::io("write", &path))
     }
 
-    /// Gives the directory its final name.
+    /// Puts the files of the run in the place of an earlier one's.
     ///
     /// # Errors
-    /// If an earlier run cannot be replaced.
+    /// If that cannot be done; the files are then left where they are, and the message says where.
     pub fn finish(mut self) -> Result<PathBuf> {
-        let refuse = |error: std::io::Error| Error::Output {
-            path: self.target.clone(),
-            problem: format!("the run is whole, but cannot be put there: {error}"),
-        };
-        let old = self.staging.with_extension("old");
-        let replaces = self.target.exists() && !is_empty_directory(&self.target);
-        if replaces {
-            std::fs::rename(&self.target, &old).map_err(refuse)?;
-        }
-        if let Err(error) = std::fs::rename(&self.staging, &self.target) {
-            if replaces {
-                // Best effort: the earlier run is worth more than a tidy name.
-                let _ = std::fs::rename(&old, &self.target);
-            }
-            return Err(refuse(error));
-        }
+        // Whatever happens from here on, the run is whole and is kept.
         self.finished = true;
-        if replaces {
-            std::fs::remove_dir_all(&old).map_err(Error::io("remove", &old))?;
-        }
+        let replace = || -> std::io::Result<()> {
+            for entry in std::fs::read_dir(&self.target)? {
+                let entry = entry?;
+                if entry.file_name() == STAGING {
+                    continue;
+                }
+                if entry.file_type()?.is_dir() {
+                    std::fs::remove_dir_all(entry.path())?;
+                } else {
+                    std::fs::remove_file(entry.path())?;
+                }
+            }
+            for entry in std::fs::read_dir(&self.staging)? {
+                let entry = entry?;
+                std::fs::rename(entry.path(), self.target.join(entry.file_name()))?;
+            }
+            std::fs::remove_dir(&self.staging)
+        };
+        replace().map_err(|error| Error::Output {
+            path: self.target.clone(),
+            problem: format!(
+                "the run is whole and lies in {}, but cannot be put in place: {error}",
+                self.staging.display()
+            ),
+        })?;
         Ok(self.target.clone())
     }
 }
@@ -143,10 +174,34 @@ impl Drop for RunDirectory {
         if !self.finished {
             // Nothing more can be done about a failure here.
             let _ = std::fs::remove_dir_all(&self.staging);
+            remove_empty(&self.made);
         }
     }
 }
 
-fn is_empty_directory(path: &Path) -> bool {
-    std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
+/// Makes a folder and those above it, the folder itself by this call alone; notes what it made.
+fn make_folders(target: &Path, made: &mut Vec<PathBuf>) -> std::io::Result<()> {
+    let target = std::path::absolute(target)?;
+    let missing: Vec<&Path> =
+        target.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
+    for folder in missing.into_iter().rev() {
+        match std::fs::create_dir(folder) {
+            Ok(()) => made.push(folder.to_path_buf()),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => {
+                remove_empty(made);
+                return Err(error);
+            }
+        }
+    }
+    std::fs::create_dir(&target).inspect_err(|_| remove_empty(made))?;
+    made.push(target);
+    Ok(())
+}
+
+/// Removes folders again, innermost first; one that others have filled meanwhile stays.
+fn remove_empty(made: &[PathBuf]) {
+    for folder in made.iter().rev() {
+        let _ = std::fs::remove_dir(folder);
+    }
 }
