@@ -156,7 +156,7 @@ fn every_breach_is_named_by_line_and_field() {
     assert_refused(set("response_mask", json!([1, 2, 1])), "response_mask[1]", "expected 0, 1");
     assert_refused(set("reward", json!("1.0")), "reward", "expected a number or null");
     assert_refused(set("reward", Value::Null), "reward", "rollouts.missing_reward");
-    assert_refused(set("group_id", Value::Null), "group_id", "non-empty string");
+    assert_refused(set("group_id", Value::Null), "group_id", "found null");
     assert_refused(set("reasoning", json!([[2, 2]])), "reasoning[0]", "start < end");
     assert_refused(set("reasoning", json!([[0, 4]])), "reasoning[0]", "end <= 3");
     assert_refused(set("rewrad", json!(1)), "rewrad", "did you mean `reward`");
@@ -245,12 +245,21 @@ fn missing_and_infinite_rewards() {
         assert_eq!(rollouts.batches[0].groups[0].trajectories.len(), 2);
         assert_eq!(rollouts.report.dropped_missing_reward, 1);
     }
-    for infinite in ["Infinity", "-Infinity", "1e999"] {
+    for infinite in ["Infinity", "-Infinity", "1e999", "1e200"] {
         for options in [&options(), &drop] {
             let (line, _, problem) = refusal(read_bytes(&text(infinite), options));
             assert_eq!(line, 3, "{problem}");
         }
     }
+}
+
+/// Split over tokens differently, equal rewards stay equal: .1 + .2 is not .3 in binary.
+#[test]
+fn token_rewards_that_sum_to_the_same_are_the_same_reward() {
+    let row = |rewards: Value| json!({"group_id": "a", "prompt_ids": [1], "response_ids": [2, 3], "token_rewards": rewards});
+    let rollouts =
+        read_lines(&[row(json!([0.1, 0.2])), row(json!([0.3, 0.0]))], &options()).unwrap();
+    assert_eq!(rollouts.batches[0].groups[0].rewards(), [0.3, 0.3]);
 }
 
 #[test]
@@ -303,7 +312,9 @@ fn broken_files_are_refused() {
         (b"".as_slice(), "found an empty file"),
         (b"\n\n", "found an empty file"),
         (b"{\"group_id\": \"a\"", "one JSON object a line"),
-        (b"[1, 2]\n", "expected"),
+        (b"[1, 2]\n", "one JSON object a line"),
+        (b"{\"group_id\":\"\xef\xa3\xbfNaN\"}\n", "U+F8FF"),
+        (b"{\"group_id\":\"a\\u001b[31m\"}\n", "without control characters"),
         (b"{} {}\n", "missing field `group_id`"),
         (b"\xff\xfe{}\n", "expected UTF-8"),
         (b"{\"group_id\":\"a\",\"group_id\":\"b\"}\n", "duplicate field `group_id`"),

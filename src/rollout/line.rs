@@ -146,19 +146,23 @@ impl<'de> Deserialize<'de> for Flag {
 impl<'de> Deserialize<'de> for Label {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match serde_json::Value::deserialize(deserializer)? {
-            serde_json::Value::String(text) if !text.is_empty() => Ok(Self(text)),
+            serde_json::Value::String(text)
+                if !text.is_empty() && !text.contains(char::is_control) && !text.contains(MARK) =>
+            {
+                Ok(Self(text))
+            }
             serde_json::Value::Number(number) if number.is_i64() || number.is_u64() => {
                 Ok(Self(number.to_string()))
             }
             other => Err(D::Error::custom(format!(
-                "expected a non-empty string or an integer, found {other}"
+                "expected a string without control characters, not empty, or an integer, found {other}"
             ))),
         }
     }
 }
 
 /// Stands before a word that is no JSON number; no JSON writer puts it into a file.
-const MARK: char = '\u{f8ff}';
+pub(super) const MARK: char = '\u{f8ff}';
 
 /// Python's `json` writes NaN and infinities as bare words, which JSON does not know. Turns them
 /// into marked strings that [`Number`] understands; strings are left alone.

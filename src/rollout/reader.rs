@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::line::{FIELDS, Flag, Line, Number, quote_non_finite};
+use super::line::{FIELDS, Flag, Line, MARK, Number, quote_non_finite};
 use super::text::TextTokenizer;
 use super::{Batch, Content, Group, ReadReport, Rollouts, Trajectory};
 use crate::error::{Error, Result, nearest};
@@ -139,6 +139,12 @@ impl Reader<'_> {
     }
 
     fn parse(&self, text: &str) -> Result<Line> {
+        if !text.starts_with('{') {
+            return Err(self.error("line", "expected one JSON object a line"));
+        }
+        if text.contains(MARK) {
+            return Err(self.error("line", "holds the character U+F8FF, which no text needs"));
+        }
         let text = quote_non_finite(text);
         let mut json = serde_json::Deserializer::from_str(&text);
         let line = serde_path_to_error::deserialize(&mut json).map_err(|error| {
@@ -422,7 +428,9 @@ impl Reader<'_> {
                 )
             }
         };
-        let sum = token_rewards.as_ref().map(|rewards| rewards.iter().sum::<f64>());
+        // Equal rewards that were split differently must stay equal: what rounding did to the last
+        // digits is taken off.
+        let sum = token_rewards.as_ref().map(|rewards| round(rewards.iter().sum()));
         let reward = match (line.reward, sum) {
             (None, None) => {
                 return Err(
@@ -442,8 +450,9 @@ impl Reader<'_> {
                 if sum.is_nan() { sum } else { reward }
             }
         };
-        if reward.is_infinite() {
-            return Err(self.error("reward", format!("expected a finite number, found {reward}")));
+        if reward.abs() > LARGEST_REWARD {
+            let expected = "expected a finite number of a size that gradients can bear";
+            return Err(self.error("reward", format!("{expected}, up to 1e15, found {reward}")));
         }
         if reward.is_nan() {
             return match self.options.missing_reward {
@@ -498,6 +507,14 @@ impl Reader<'_> {
             .collect();
         Ok(Rollouts { batches, report: self.report })
     }
+}
+
+/// Beyond this, squares of gradients leave the range of float32.
+const LARGEST_REWARD: f64 = 1e15;
+
+/// To fourteen significant digits.
+fn round(value: f64) -> f64 {
+    format!("{value:.13e}").parse().unwrap_or(value)
 }
 
 fn shares_prompt(group: &Group) -> bool {
