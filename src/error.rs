@@ -131,6 +131,16 @@ impl Error {
         move |cause| Self::Io { action, path, cause }
     }
 
+    /// Says which group libtorch was at work on.
+    pub(crate) fn in_group(self, id: &str) -> Self {
+        match self {
+            Self::Torch { doing, message } => {
+                Self::Torch { doing: format!("{doing} for group `{id}`"), message }
+            }
+            other => other,
+        }
+    }
+
     pub(crate) fn torch(doing: &str, message: &str) -> Self {
         Self::Torch { doing: doing.into(), message: without_backtrace(message) }
     }
@@ -145,7 +155,13 @@ impl From<tch::TchError> for Error {
 /// libtorch appends the C++ frames to its messages; they help nobody who uses the program.
 pub(crate) fn without_backtrace(message: &str) -> String {
     let end = message.find("\nException raised from").unwrap_or(message.len());
-    message[..end].trim().trim_start_matches("Internal torch error: ").to_owned()
+    let message = message[..end].trim().trim_start_matches("Internal torch error: ");
+    // A traceback of TorchScript ends in what went wrong.
+    if message.contains("TorchScript interpreter") {
+        let last = message.lines().rfind(|line| !line.trim().is_empty());
+        return last.unwrap_or(message).trim().to_owned();
+    }
+    message.to_owned()
 }
 
 /// The name of `known` that `name` was probably meant to be.

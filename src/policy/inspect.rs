@@ -165,6 +165,16 @@ fn weight_problems(
             example.map_or("", |parameter| parameter.name()),
         )));
     }
+    if let Some(parameter) = parameters
+        .iter()
+        .find(|parameter| parameter.trainable && !parameter.tensor.is_floating_point())
+    {
+        problems.push(Problem::Error(format!(
+            "expected trainable parameters of a real floating-point dtype, found `{}` of {}",
+            parameter.name(),
+            dtype_name(parameter.tensor.kind())
+        )));
+    }
     let weights = parameters.iter().map(|parameter| (parameter.name(), &parameter.tensor));
     let named_buffers = buffers.iter().map(|(name, buffer)| (name.as_str(), buffer));
     if let Some(name) = parameters::first_non_finite(weights) {

@@ -149,7 +149,10 @@ pub(super) fn select_logits(
 ) -> Result<Tensor, String> {
     let fits = |tensor: &Tensor| {
         let size = tensor.size();
-        tensor.is_floating_point() && size.len() == lead.len() + 1 && size.starts_with(lead)
+        tensor.is_floating_point()
+            && size.len() == lead.len() + 1
+            && size.starts_with(lead)
+            && size.last() > Some(&0)
     };
     let found = outputs
         .iter()
@@ -175,10 +178,11 @@ pub(super) fn select_logits(
         Output::Auto => {
             let fitting: Vec<usize> =
                 (0..outputs.len()).filter(|index| fits(&outputs[*index].1)).collect();
-            let named = fitting
+            let mut by_name = fitting
                 .iter()
                 .copied()
-                .find(|index| outputs[*index].0.rsplit('.').next() == Some("logits"));
+                .filter(|index| outputs[*index].0.rsplit('.').next() == Some("logits"));
+            let named = by_name.next().filter(|_| by_name.next().is_none());
             match (named, fitting.as_slice()) {
                 (Some(index), _) => index,
                 (None, [index]) => *index,
