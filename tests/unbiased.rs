@@ -239,7 +239,7 @@ fn debias_takes_out_the_bias_of_a_mean_baseline() {
             seed,
             |truth| truth.with_mean_baseline(group_size as f64),
             mean_baseline,
-            Some(Debias { leave_one_out: false }),
+            Some(Debias { leave_one_out: false, norm_length: NORM_LENGTH }),
         );
         assert!(signal.abs() < 4.0, "G = {group_size}: signal² is {signal:.1} errors off");
         assert!(noise.abs() < 4.0, "G = {group_size}: noise² is {noise:.1} errors off");

@@ -1,7 +1,7 @@
 //! A whole batch: sums of the groups' gradients, and what follows from them and from the splits.
 
 use serde::Serialize;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::engine::GroupGradients;
 use super::gram::{GradientVector, Gram, gram};
@@ -17,12 +17,7 @@ impl Sum {
         let _no_grad = tch::no_grad_guard();
         match &mut self.0 {
             None => {
-                // Half precision would lose the small terms of a long sum.
-                let scaled = |tensor: &Tensor| match tensor.kind() {
-                    Kind::Half | Kind::BFloat16 => tensor.to_kind(Kind::Float) * weight,
-                    _ => tensor * weight,
-                };
-                self.0 = Some(vector.iter().map(scaled).collect());
+                self.0 = Some(vector.iter().map(|tensor| tensor * weight).collect());
             }
             Some(sum) => {
                 for (sum, term) in sum.iter_mut().zip(vector) {

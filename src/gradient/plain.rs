@@ -3,7 +3,7 @@
 
 use std::ops::ControlFlow;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::engine::{Engine, GroupGradients, GroupResult};
 use super::gram::{GradientVector, Gram, gram};
@@ -107,16 +107,28 @@ pub(super) fn backward(
     parameters: &[&Tensor],
     keep_graph: bool,
 ) -> Result<GradientVector> {
+    let zero = |parameter: &&Tensor| parameter.detach().zeros_like();
+    // A branch of the model that this input did not take may leave a loss without a graph.
+    if !loss.requires_grad() {
+        return Ok(parameters.iter().map(zero).collect());
+    }
     let gradients = Tensor::f_run_backward(&[loss], parameters, keep_graph, false)?;
-    Ok(gradients
+    gradients
         .into_iter()
         .zip(parameters)
-        .map(
-            |(gradient, parameter)| {
-                if gradient.defined() { gradient } else { parameter.detach().zeros_like() }
-            },
-        )
-        .collect())
+        .map(|(gradient, parameter)| {
+            if !gradient.defined() {
+                return Ok(zero(parameter));
+            }
+            let gradient =
+                if gradient.is_sparse() { gradient.f_to_dense(None, false)? } else { gradient };
+            // Half precision would lose the small terms of a long sum.
+            Ok(match gradient.kind() {
+                Kind::Half | Kind::BFloat16 => gradient.to_kind(Kind::Float),
+                _ => gradient,
+            })
+        })
+        .collect()
 }
 
 fn add(total: &mut Option<GradientVector>, term: GradientVector) {

@@ -67,6 +67,10 @@ pub struct RowStats {
     pub kl: f64,
     /// Σ of the entropy.
     pub entropy: f64,
+    /// The smallest log-probability of a sampled token.
+    pub logp_min: f64,
+    /// The smallest under the reference policy.
+    pub ref_logp_min: f64,
 }
 
 impl RowStats {
@@ -82,6 +86,8 @@ impl RowStats {
         self.clipped += other.clipped;
         self.kl += other.kl;
         self.entropy += other.entropy;
+        self.logp_min = self.logp_min.min(other.logp_min);
+        self.ref_logp_min = self.ref_logp_min.min(other.ref_logp_min);
     }
 }
 
@@ -227,15 +233,20 @@ impl Scorer<'_> {
                 sum(&objective::k3(&-clamped)),
                 sum(&log_ratio.abs()),
                 log_ratio.abs().amax(1, false),
-                sum(&clipped.to_kind(kind)),
+                sum(&clipped.logical_and(&log_ratio.abs().le(bound)).to_kind(kind)),
                 kl.map_or(zero, |kl| sum(&kl.value)),
                 sum(entropy),
+                tokens.logp.amin(1, false),
+                tokens
+                    .ref_logp
+                    .as_ref()
+                    .map_or_else(|| tokens.logp.amin(1, false), |ref_logp| ref_logp.amin(1, false)),
             ],
             1,
         )?;
         let numbers: Vec<f64> = Vec::try_from(columns.to_kind(Kind::Double).reshape([-1]))?;
         Ok(numbers
-            .chunks(10)
+            .chunks(12)
             .map(|row| RowStats {
                 tokens: row[0],
                 ratio: row[1],
@@ -247,6 +258,8 @@ impl Scorer<'_> {
                 clipped: row[7],
                 kl: row[8],
                 entropy: row[9],
+                logp_min: row[10],
+                ref_logp_min: row[11],
             })
             .collect())
     }
@@ -275,8 +288,10 @@ fn row_like(numbers: &[f64], like: &Tensor) -> Tensor {
 }
 
 pub(super) fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<RowStats> {
-    let remedy = "the policy gives a sampled token probability 0, or its logits are not finite: is this the checkpoint, temperature and tokenizer of these rollouts?";
+    let remedy = "a sampled token has probability 0, or logits are not finite: is this the checkpoint, temperature and tokenizer of these rollouts?";
     for (what, found) in [
+        ("the log-probability of a sampled token under the policy", stats.logp_min),
+        ("the log-probability of a sampled token under the reference policy", stats.ref_logp_min),
         ("a log-ratio to old_logprobs", stats.log_ratio_abs),
         ("the KL estimate to the reference policy", stats.kl),
         ("the entropy of the policy", stats.entropy),

@@ -20,6 +20,7 @@
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
+use tch::{Kind, Tensor};
 
 use super::gram::Gram;
 
@@ -54,6 +55,8 @@ pub struct Coefficients {
 pub struct Debias {
     /// Whether the baseline is the mean of the other rows (RLOO) or includes the row (Dr.GRPO).
     pub leave_one_out: bool,
+    /// The constant length that the loss divides by; 1 for plain sums.
+    pub norm_length: f64,
 }
 
 impl Debias {
@@ -157,9 +160,11 @@ pub fn split(
         snr: estimate.snr(reg_norm),
         snr_se: jackknife.filter(|_| estimate.signal_sq > 0.0).map(|se| se.snr),
         policy_gradient_sq: debias.map(|debias| {
-            // The leave-in mean shrinks the expected gradient by (G − 1)/G.
-            let shrunk = (rows as f64 - 1.0) / rows as f64;
-            estimate.signal_sq / if debias.leave_one_out { 1.0 } else { shrunk * shrunk }
+            // The leave-in mean shrinks the expected gradient by (G − 1)/G, the constant length by
+            // its inverse.
+            let baseline =
+                if debias.leave_one_out { 1.0 } else { (rows as f64 - 1.0) / rows as f64 };
+            estimate.signal_sq * (debias.norm_length / baseline).powi(2)
         }),
         kl_unit_norm: kl.as_deref().map(norm),
         entropy_unit_norm: norm(&entropy),
@@ -266,38 +271,26 @@ impl RowProducts {
         let observed = self.sum - self.trace;
         // Patterns that tie up to rounding count.
         let threshold = observed - 1e-12 * self.trace * self.rows as f64;
-        let mut signs = vec![1.0; self.rows];
-        let reaches = |signs: &[f64]| {
-            let flipped: f64 = (0..self.rows)
-                .map(|i| {
-                    let row = &self.k[i * self.rows..(i + 1) * self.rows];
-                    signs[i] * row.iter().zip(signs).map(|(k, sign)| k * sign).sum::<f64>()
-                })
-                .sum::<f64>()
-                - self.trace;
-            usize::from(flipped >= threshold)
-        };
-        if self.rows <= EXACT_FLIPS {
-            // A pattern and its negative are one: the last sign stays.
-            let patterns = 1_usize << (self.rows - 1);
-            let reached: usize = (0..patterns)
-                .map(|pattern| {
-                    for (row, sign) in signs.iter_mut().enumerate().take(self.rows - 1) {
-                        *sign = if pattern >> row & 1 == 1 { -1.0 } else { 1.0 };
-                    }
-                    reaches(&signs)
-                })
-                .sum();
+        let exact = self.rows <= EXACT_FLIPS;
+        // A pattern and its negative are one: the last sign stays.
+        let patterns = if exact { 1_usize << (self.rows - 1) } else { SAMPLED_FLIPS };
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let signs: Vec<f64> = (0..patterns * self.rows)
+            .map(|at| {
+                let (pattern, row) = (at / self.rows, at % self.rows);
+                let flipped = if exact { pattern >> row & 1 == 1 } else { random.random() };
+                if flipped { -1.0 } else { 1.0 }
+            })
+            .collect();
+        let size = self.rows as i64;
+        let signs = Tensor::from_slice(&signs).reshape([patterns as i64, size]);
+        let products = Tensor::from_slice(&self.k).reshape([size, size]);
+        let sums = (signs.mm(&products) * signs).sum_dim_intlist(1, false, Kind::Double);
+        let reached = (sums - self.trace).ge(threshold).sum(Kind::Int64).int64_value(&[]) as usize;
+        if exact {
             return Some(reached as f64 / patterns as f64);
         }
-        let mut random = ChaCha8Rng::seed_from_u64(seed);
-        let reached: usize = (0..SAMPLED_FLIPS)
-            .map(|_| {
-                signs.iter_mut().for_each(|sign| *sign = if random.random() { -1.0 } else { 1.0 });
-                reaches(&signs)
-            })
-            .sum();
         // The observed pattern is one of the patterns.
-        Some((reached + 1) as f64 / (SAMPLED_FLIPS + 1) as f64)
+        Some((reached + 1) as f64 / (patterns + 1) as f64)
     }
 }
