@@ -47,7 +47,7 @@ pub struct PolicyConfig {
     /// `auto`, or the roles of forward's arguments in their order.
     pub inputs: InputsName,
     /// `auto`, or the key or index of the logits in forward's output.
-    pub output: String,
+    pub output: OutputName,
     /// A TorchScript file of the reference policy; wins over `ref_logprobs` of the rollouts.
     pub reference: Option<PathBuf>,
     /// The sampling temperature: divides the logits for log-probabilities and entropy alike.
@@ -68,7 +68,7 @@ impl Default for PolicyConfig {
             checkpoint: None,
             kind: PolicyKind::default(),
             inputs: InputsName::default(),
-            output: "auto".into(),
+            output: OutputName::default(),
             reference: None,
             temperature: 1.0,
             trainable: ".*".into(),
@@ -87,6 +87,22 @@ pub enum Checkpoints {
     One(PathBuf),
     /// A file a step.
     List(Vec<PathBuf>),
+}
+
+/// `auto`, a key or an index.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected auto, a key or an index")]
+pub enum OutputName {
+    /// Of a tuple.
+    Index(usize),
+    /// Of a dictionary, or `auto`.
+    Name(String),
+}
+
+impl Default for OutputName {
+    fn default() -> Self {
+        Self::Name("auto".into())
+    }
 }
 
 /// `auto` or a list of roles.
@@ -374,7 +390,12 @@ impl DeviceName {
             "cuda" => 0,
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
                 Some(index) => index,
-                None => return Err(unusable("expected auto, cpu, cuda or cuda:N".into())),
+                None => {
+                    return Err(Error::config(
+                        "device",
+                        format!("expected auto, cpu, cuda or cuda:N, found `{other}`"),
+                    ));
+                }
             },
         };
         if !tch::utils::has_cuda() {
@@ -415,7 +436,9 @@ impl Config {
     /// # Errors
     /// If the file cannot be read or parsed, or a key is unknown.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            Error::config(path.display().to_string(), format!("cannot be read: {error}"))
+        })?;
         let file = std::path::absolute(path).map_err(Error::io("find", path))?;
         let folder = file.parent().unwrap_or(Path::new("/"));
         Self::parse(&text, &path.display().to_string(), folder, overrides)
@@ -538,6 +561,14 @@ impl Config {
                 format!("expected a number of buckets or ascending edges, found {edges:?}"),
             ));
         }
+        if let BucketsConfig::Count(count) = self.decomposition.buckets
+            && count > 1000
+        {
+            return Err(Error::config(
+                "decomposition.buckets",
+                format!("expected at most 1000 buckets, found {count}"),
+            ));
+        }
         if self.decomposition.debias {
             check_debias(&algorithm)?;
         }
@@ -606,6 +637,9 @@ impl Config {
         range("algorithm.lam", algorithm.lam, 0.0, 1.0)?;
         range("algorithm.kl.coef", algorithm.kl.coef, 0.0, 1e6)?;
         range("algorithm.entropy_coef", algorithm.entropy_coef, 0.0, 1e6)?;
+        if let Some(length) = algorithm.norm_length {
+            range("algorithm.norm_length", length, f64::MIN_POSITIVE, 1e9)?;
+        }
         if algorithm.aggregation == Aggregation::SeqMeanTokenSumNorm {
             match algorithm.norm_length {
                 Some(length) if length > 0.0 && length.is_finite() => {}
@@ -675,9 +709,10 @@ impl Config {
                 InputsName::Auto(_) => Inputs::Auto,
                 InputsName::Order(roles) => Inputs::Order(roles.clone()),
             },
-            output: match policy.output.as_str() {
-                "auto" => Output::Auto,
-                name => Output::Named(name.into()),
+            output: match &policy.output {
+                OutputName::Index(index) => Output::Named(index.to_string()),
+                OutputName::Name(name) if name == "auto" => Output::Auto,
+                OutputName::Name(name) => Output::Named(name.clone()),
             },
             trainable: self.trainable()?,
             dtype: policy.dtype,

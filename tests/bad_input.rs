@@ -119,7 +119,7 @@ fn wrong_weights_and_signatures() {
     assert_checkpoint_refused(&fixture("scalar_output.pt"), &["logits of shape [1, 4]"]);
     assert_checkpoint_refused(&fixture("tuple_output.pt"), &["policy.output", "`0`", "`1`"]);
     assert_checkpoint_refused(&fixture("bidirectional.pt"), &["causal"]);
-    assert_checkpoint_refused(&fixture("mlp_step.pt"), &["observation"]);
+    assert_checkpoint_refused(&fixture("mlp_step.pt"), &["a trial call of forward"]);
 }
 
 /// Changes the second line of good rollouts; the error names it and the field.
@@ -273,8 +273,8 @@ fn wrong_configuration_files() {
     assert!(stderr(&output).contains("algorithm.clip_low"), "{}", stderr(&output));
 
     let missing = gradprism(&["study", "nowhere.yaml"]).output().unwrap();
-    assert_eq!(missing.status.code(), Some(FAILED));
-    assert!(stderr(&missing).contains("cannot read nowhere.yaml"));
+    assert_eq!(missing.status.code(), Some(WRONG_USAGE));
+    assert!(stderr(&missing).contains("nowhere.yaml: cannot be read"));
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn a_cuda_device_on_a_cpu_build() {
     for device in ["cuda", "cuda:1"] {
         assert_refused(&folder, &["--device", device], FAILED, &[device, "CPU build", "--cuda"]);
     }
-    assert_refused(&folder, &["--device", "gpu"], FAILED, &["gpu", "cuda:N"]);
+    assert_refused(&folder, &["--device", "gpu"], WRONG_USAGE, &["gpu", "cuda:N"]);
 }
 
 #[test]
@@ -332,10 +332,78 @@ fn output_directories_that_cannot_be_used() {
     assert!(message.contains("a file of that name exists"), "{message}");
     let (code, message) = run(&foreign.join("thesis.tex/out"), &[]);
     assert_eq!(code, Some(FAILED));
-    assert!(message.contains("cannot make its parent"), "{message}");
+    assert!(message.contains("cannot be made"), "{message}");
     let (code, message) = run(Path::new("/proc/gradprism/out"), &[]);
     assert_eq!(code, Some(FAILED));
     assert!(message.contains("output directory /proc/gradprism/out"), "{message}");
+}
+
+/// A directory belongs to the run that made it: what others put there meanwhile is not lost, and of
+/// two runs of one name one is refused.
+#[test]
+fn two_runs_never_share_a_directory() {
+    let folder = StudyFolder::new(&fixture("gpt2.pt"), &lines(&synthetic_batch(300, 1)), "");
+    let start = || {
+        let mut command = gradprism(&["study", "--quiet"]);
+        command.arg(folder.path("study.yaml")).arg("--out").arg(folder.path("out"));
+        command.stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let runs: Vec<_> = (0..3).map(|_| start()).collect();
+    let outputs: Vec<_> = runs.into_iter().map(|run| run.wait_with_output().unwrap()).collect();
+    let done = outputs.iter().filter(|output| output.status.code() == Some(0)).count();
+    assert_eq!(done, 1, "{:?}", outputs.iter().map(stderr).collect::<Vec<_>>());
+    assert_eq!(folder.prompts().len(), 300);
+    assert!(!folder.path("out/.partial").exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn links_are_followed_and_unfinished_runs_told() {
+    let folder = study(&fixture("gpt2.pt"));
+    std::fs::create_dir(folder.path("elsewhere")).unwrap();
+    std::os::unix::fs::symlink(folder.path("elsewhere"), folder.path("out")).unwrap();
+    assert_eq!(folder.run(&[]).status.code(), Some(0));
+    assert!(folder.path("elsewhere/summary.json").exists());
+    assert_eq!(folder.run(&["--force"]).status.code(), Some(0));
+    assert!(folder.path("out").symlink_metadata().unwrap().is_symlink());
+
+    // One that was killed leaves its part behind, which --force replaces.
+    std::fs::create_dir(folder.path("elsewhere/.partial")).unwrap();
+    let output = folder.run(&[]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("unfinished run"), "{}", stderr(&output));
+    assert_eq!(folder.run(&["--force"]).status.code(), Some(0));
+
+    std::fs::remove_file(folder.path("out")).unwrap();
+    std::os::unix::fs::symlink(folder.path("nowhere"), folder.path("out")).unwrap();
+    assert!(stderr(&folder.run(&[])).contains("leads nowhere"));
+}
+
+#[test]
+fn a_failed_run_takes_the_folders_back_that_it_made() {
+    let folder = study(&fixture("gpt2.pt"));
+    let mut command = gradprism(&["study", "--set", "decomposition.debias=true"]);
+    command.args(["--set", "algorithm.preset=rloo", "--set", "algorithm.kl.coef=0"]);
+    let output = command
+        .arg(folder.path("study.yaml"))
+        .arg("--out")
+        .arg(folder.path("a/b/out"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert!(!folder.path("a").exists());
+}
+
+/// Observations that are no integers are not cut to integers in silence.
+#[test]
+fn fractions_are_no_integer_observations() {
+    let line = |number: f64| json!({"group_id": "a", "observations": [[1, 2, 3, number]], "actions": [0], "reward": number});
+    let folder = StudyFolder::new(&fixture("mlp_step.pt"), &[line(1.0), line(2.5)], "");
+    let integers = "policy.observation_dtype=int64";
+    let step = ["--set", "policy.kind=step", "--set", integers, "--set", "algorithm.kl.coef=0"];
+    let output = folder.run(&step);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(!stderr(&output).contains("panicked") && !folder.has_output(), "{}", stderr(&output));
 }
 
 #[test]

@@ -230,6 +230,51 @@ fn row_order_changes_nothing_but_rounding() {
     }
 }
 
+/// Equal rewards in another order of rows have the same variance to the last bit: scores are ranked.
+#[test]
+fn reward_variances_do_not_depend_on_the_order_of_rows() {
+    let rewards = [0.1, 0.7, 0.3, 0.35, 0.9, 0.2];
+    let mut rows = Vec::new();
+    for group in 0..6 {
+        for row in 0..6 {
+            let mut line = lines(&synthetic_batch(1, 1))[0].clone();
+            line["group_id"] = json!(format!("g{group}"));
+            line["trajectory_id"] = json!(format!("{group}/{row}"));
+            line["reward"] = json!(rewards[(row * 5 + group) % 6]);
+            rows.push(line);
+        }
+    }
+    let folder = StudyFolder::new(&fixture("gpt2.pt"), &rows, "");
+    run(&folder, &["--set", "filter.strategy=top_k_abs", "--set", "filter.value=2"]);
+    let prompts = folder.prompts();
+    assert!(prompts.iter().all(|group| group["reward_variance"] == prompts[0]["reward_variance"]));
+    let kept: Vec<bool> = prompts.iter().map(|group| group["kept"] == true).collect();
+    assert_eq!(kept, [true, true, false, false, false, false]);
+    assert!(folder.summary()["steps"][0]["spearman_rv_snr"].is_null());
+}
+
+/// A branch that a trajectory did not take leaves its loss without a graph to the selected
+/// parameters: its gradient is 0.
+#[test]
+fn parameters_of_a_branch_not_taken_have_gradient_zero() {
+    for name in ["branching.pt", "sparse.pt"] {
+        for engine in ["loop", "auto"] {
+            let batch = lines(&synthetic_batch(4, 2));
+            let folder =
+                StudyFolder::new(&fixture(name), &batch, "decomposition: {by_parameter: true}\n");
+            let trainable = if name == "branching.pt" { "^first" } else { "embedding" };
+            let (trainable, engine) =
+                (format!("policy.trainable={trainable}"), format!("decomposition.engine={engine}"));
+            run(&folder, &["--set", &trainable, "--set", &engine]);
+            let norms = |group: &Value| -> Vec<f64> {
+                group["trajectory_task_norms"].as_array().unwrap().iter().map(number).collect()
+            };
+            let prompts = folder.prompts();
+            assert!(prompts.iter().flat_map(norms).any(|norm| norm > 0.0), "{name}");
+        }
+    }
+}
+
 #[test]
 fn by_parameter_the_squares_add_up() {
     let folder = gpt2(2, "decomposition: {by_parameter: true}\n");
@@ -332,8 +377,10 @@ fn debias_divides_the_signal_and_gives_the_policy_gradient() {
         assert_close(number(&debiased["signal_sq"]), signal, 1e-9, scale, "signal²");
         let sum = number(&debiased["signal_sq"]) + number(&debiased["noise_sq"]);
         assert_close(sum, scale, 1e-9, scale + 1e-12, "sum");
+        // The loss divides by the constant length too, ∇J does not.
         let gradient = number(&debiased["policy_gradient_sq"]);
-        assert_close(gradient, signal * 16.0 / 9.0, 1e-9, scale, "policy_gradient_sq");
+        let expected = signal * 16.0 / 9.0 * 256.0;
+        assert_close(gradient, expected, 1e-9, scale * 256.0, "policy_gradient_sq");
         assert!(raw["policy_gradient_sq"].is_null());
     }
 }
@@ -416,6 +463,9 @@ fn several_steps_and_checkpoints_give_a_point_each() {
         .map(|step| step["step"].as_i64().unwrap())
         .collect();
     assert_eq!(steps, [0, 1]);
+    let steps: Vec<i64> =
+        single.prompts().iter().map(|group| group["step"].as_i64().unwrap()).collect();
+    assert_eq!(steps, [0, 0, 1, 1]);
     let three = format!("{}, x.pt]", list.trim_end_matches(']'));
     let output = folder.run(&["--force", "--set", &three]);
     assert_eq!(output.status.code(), Some(2));
@@ -557,7 +607,7 @@ fn an_interrupted_study_keeps_what_is_finished() {
     let began = || {
         std::fs::read_dir(folder.folder.path())
             .unwrap()
-            .any(|entry| entry.unwrap().file_name().to_string_lossy().ends_with(".partial"))
+            .any(|entry| entry.unwrap().path().join(".partial").exists())
     };
     while !began() {
         assert!(child.try_wait().unwrap().is_none(), "it ended before it began");
@@ -573,6 +623,10 @@ fn an_interrupted_study_keeps_what_is_finished() {
     assert!(!prompts.is_empty() && prompts.len() < 4000, "{}", prompts.len());
     assert_eq!(summary["steps"][0]["group_count"], prompts.len());
     assert!(!began(), "the staging directory is gone");
+    // What was taken is a part of the batch: no number claims to be the whole's.
+    assert!(summary["steps"][0]["grad_norm"].is_null() && summary["steps"][0]["signal"].is_null());
+    let warnings = summary["steps"][0]["warnings"].to_string();
+    assert!(warnings.contains("interrupted"), "{warnings}");
 }
 
 /// The event file as the real TensorBoard reads it.

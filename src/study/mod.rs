@@ -23,7 +23,7 @@ use crate::gradient::{
 use crate::objective::{
     AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPlacement,
 };
-use crate::policy::{Policy, PolicyKind, PolicyOptions, Problem};
+use crate::policy::{ObservationDtype, Policy, PolicyKind, PolicyOptions, Problem};
 use crate::rollout::{self, Batch, Content, Rollouts};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
@@ -131,7 +131,12 @@ impl Study {
             };
             study.reference = Some(Policy::load_without_gradient(reference, &options)?);
         }
-        study.first = Some(study.load(0)?);
+        let first = study.load(0)?;
+        // Steps that share the first checkpoint can be checked before anything is computed.
+        for (batch, _) in study.plan.iter().filter(|(_, path)| path == first.path()) {
+            study.check_choices(&first, &study.rollouts.batches[*batch])?;
+        }
+        study.first = Some(first);
         Ok(study)
     }
 
@@ -241,6 +246,19 @@ impl Study {
                     [("actions", actions), ("actions", &[])]
                 }
             };
+            if let (Content::Steps { observations, .. }, ObservationDtype::Int64) =
+                (&trajectory.content, self.options.observation_dtype)
+                && let Some(number) = observations.iter().find(|number| number.fract() != 0.0)
+            {
+                return Err(Error::RolloutLine {
+                    path: self.config.rollouts.path.clone().unwrap_or_default(),
+                    line: trajectory.line,
+                    field: "observations".into(),
+                    problem: format!(
+                        "expected integers, since policy.observation_dtype is int64, found {number}"
+                    ),
+                });
+            }
             for (field, ids) in fields {
                 if let Some(index) = ids.iter().position(|id| *id >= choices) {
                     let what = match self.options.kind {
@@ -281,17 +299,23 @@ impl Study {
         };
         for index in 0..self.plan.len() {
             let checkpoint = &self.plan[index].1;
+            let mut is_new = index == 0;
             if policy.as_ref().is_none_or(|policy| policy.path() != checkpoint) {
                 drop(policy.take());
                 policy = Some(self.load(index)?);
+                is_new = true;
             }
             let Some(policy) = &policy else { continue };
             if index == 0 {
                 report.describe(policy, self.device);
+            }
+            let reference = self.reference.iter().filter(|_| index == 0);
+            for policy in reference.chain(is_new.then_some(policy)) {
                 for problem in policy.warnings() {
                     if let Problem::Warning(message) = problem {
-                        observer.warning(message);
-                        report.warnings.push(message.clone());
+                        let message = format!("{}: {message}", policy.path().display());
+                        observer.warning(&message);
+                        report.warnings.push(message);
                     }
                 }
             }
@@ -349,8 +373,15 @@ impl Study {
             _ => PreparedBatch::new(&self.algorithm, batch)?,
         };
         let coefficients = self.coefficients();
+        // Several checkpoints on rollouts without steps are told apart by their place in the list.
+        let named_step = batch.step.or((self.plan.len() > 1).then_some(index as i64));
+        let step = named_step.unwrap_or(0);
         let debias = decomposition.debias.then_some(Debias {
             leave_one_out: self.algorithm.advantage == AdvantageEstimator::Rloo,
+            norm_length: match self.algorithm.aggregation {
+                Aggregation::SeqMeanTokenSumNorm => self.algorithm.norm_length.unwrap_or(1.0),
+                _ => 1.0,
+            },
         });
         let buckets = self.config.buckets();
         let assigned = buckets.as_ref().map_or_else(
@@ -375,7 +406,9 @@ impl Study {
             let first = records.len();
             for group in bucket.iter().copied() {
                 let input = prepared.group_input(&self.algorithm, batch, group)?;
-                let result = engine.group(&scorer, &input, &mut || observer.trajectory())?;
+                let result = engine
+                    .group(&scorer, &input, &mut || observer.trajectory())
+                    .map_err(|error| error.in_group(&input.group.id))?;
                 let Some(result) = result else {
                     partial = true;
                     break;
@@ -402,7 +435,7 @@ impl Study {
                     ));
                 }
                 let mut record = GroupRecord::new(
-                    batch.step,
+                    named_step,
                     &prepared,
                     group,
                     input.group,
@@ -440,19 +473,24 @@ impl Study {
             }
         }
         records.sort_by_key(|(group, _)| *group);
-        let step = batch.step.unwrap_or(if self.plan.len() > 1 { index as i64 } else { 0 });
         let shares: Vec<f64> = records.iter().map(|(group, _)| prepared.shares[*group]).collect();
         let mut record = BatchRecord::new(
             step,
             records.into_iter().map(|(_, record)| record).collect(),
             &shares,
-            if shares.is_empty() { None } else { Some(sums.norms(coefficients, 1.0)?) },
+            if shares.is_empty() || partial { None } else { Some(sums.norms(coefficients, 1.0)?) },
             &stats,
         );
         record.buckets = bucket_records;
         record.task_coherence = task_coherence.mean_cosine()?;
         record.reg_coherence = reg_coherence.mean_cosine()?;
         record.partial = partial;
+        if partial {
+            record.buckets.clear();
+            record.warnings.push(format!(
+                "step {step} was interrupted: numbers of the batch as a whole are left out, and the groups are those of the smallest reward variances first"
+            ));
+        }
         record.warnings.extend(engine.notes());
         record.mark_kept(&self.config.filter(), self.config.filter.score)?;
         self.judge(&mut record, batch);

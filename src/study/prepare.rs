@@ -106,7 +106,14 @@ impl PreparedBatch {
             starts.push(next);
             next += group.trajectories.len() as i64;
         }
-        let variances: Vec<f64> = Vec::try_from(groups.variance(&rewards))?;
+        if advantages.isfinite().all().int64_value(&[]) == 0 {
+            return Err(Error::NonFinite {
+                place: "advantages".into(),
+                what: "an advantage".into(),
+                found: f64::NAN,
+                remedy: "rewards or values are too large for it".into(),
+            });
+        }
         let whole = batch.counts();
         Ok(Self {
             advantages,
@@ -115,7 +122,7 @@ impl PreparedBatch {
                 .iter()
                 .map(|group| algorithm.aggregation.group_share(group.counts(), whole))
                 .collect(),
-            reward_variances: starts.iter().map(|start| variances[*start as usize]).collect(),
+            reward_variances: batch.groups.iter().map(|group| variance(group.rewards())).collect(),
             starts,
             sizes: batch.groups.iter().map(|group| group.trajectories.len() as i64).collect(),
         })
@@ -154,6 +161,18 @@ impl PreparedBatch {
             weights: TokenWeights::new(algorithm.aggregation, algorithm.norm_length, &mask)?,
         })
     }
+}
+
+/// The unbiased variance. Summed in the order of size, so that equal rewards in another order of
+/// rows give the same number to the last bit: scores are ranked, and ties go by the order of groups.
+fn variance(mut rewards: Vec<f64>) -> f64 {
+    rewards.sort_by(f64::total_cmp);
+    if rewards.first() == rewards.last() {
+        return 0.0;
+    }
+    let count = rewards.len() as f64;
+    let mean = rewards.iter().sum::<f64>() / count;
+    rewards.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / (count - 1.0)
 }
 
 fn longest(rows: &[&Trajectory]) -> usize {

@@ -6,7 +6,7 @@ use tch::{Device, Tensor};
 
 use super::prepare::PreparedBatch;
 use crate::error::Result;
-use crate::filter::{Filter, Score, Scores};
+use crate::filter::{Filter, OnEmpty, Score, Scores};
 use crate::gradient::{
     BatchSignal, ComponentNorms, GroupResult, RowStats, Split, mean, median, spearman,
 };
@@ -426,7 +426,15 @@ impl BatchRecord {
             return Ok(());
         }
         let scores: Vec<f64> = self.groups.iter().map(|group| score.of(&group.scores)).collect();
+        let mut filter = filter.clone();
+        if filter.on_empty == OnEmpty::Error {
+            // A study only marks: what it measured is not thrown away.
+            filter.on_empty = OnEmpty::Skip;
+        }
         let selection = filter.select(&Tensor::from_slice(&scores))?;
+        if selection.count == 0 {
+            self.warnings.push(format!("step {}: the filter keeps no group", self.step));
+        }
         let mask: Vec<bool> = Vec::try_from(selection.mask)?;
         for (group, kept) in self.groups.iter_mut().zip(mask) {
             group.kept = kept;
