@@ -63,7 +63,8 @@ impl RunDirectory {
             .map_err(|error| format!("cannot be read: {error}"))?;
         let is_run = names.iter().any(|name| name == MARKER);
         let is_unfinished = names.iter().any(|name| name == STAGING);
-        if !names.is_empty() && !is_run && !(is_unfinished && names.len() == 1) {
+        let is_only_unfinished = is_unfinished && names.len() == 1;
+        if !(names.is_empty() || is_run || is_only_unfinished) {
             return Err(format!(
                 "exists and is no run directory (it holds no {MARKER}); choose another with --out"
             ));
