@@ -843,6 +843,12 @@ fn check_debias(algorithm: &Algorithm) -> Result<()> {
         algorithm.aggregation,
         Aggregation::SeqMeanTokenSum | Aggregation::SeqMeanTokenSumNorm
     );
+    if algorithm.importance.is_some() {
+        return Err(Error::config(
+            "decomposition.debias",
+            "the bias is known at ratio 1 only; leave algorithm.importance out",
+        ));
+    }
     if algorithm.advantage.mean_baseline_factor(2).is_some() && sums {
         return Ok(());
     }

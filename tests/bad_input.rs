@@ -245,6 +245,9 @@ fn wrong_configurations() {
     refused("threads=0", &["threads"]);
     refused("decomposition.buckets=[0.2, 0.1]", &["decomposition.buckets", "ascending"]);
     refused("decomposition.debias=true", &["decomposition.debias", "dr_grpo or rloo"]);
+    refused("decomposition.buckets=100000", &["at most 1000"]);
+    refused("algorithm.norm_length=-5", &["algorithm.norm_length", "-5"]);
+    refused("algorithm.importance={level: token, cap: 0}", &["algorithm.importance.cap"]);
     refused("decomposition.engine=warp", &["decomposition.engine", "loop"]);
     refused("no_equals_sign", &["--set", "key=value"]);
     refused("policy.checkpoint.step=1", &["policy.checkpoint"]);

@@ -216,6 +216,37 @@ fn inspect_prints_what_a_checkpoint_is() {
     assert!(error.contains("torch.save"), "{error}");
 }
 
+/// Causal models of Hugging Face, by the example that the README names.
+#[test]
+fn exported_models_are_studied_by_the_batched_engine() {
+    let Some(python) = common::python("exported_models_are_studied_by_the_batched_engine") else {
+        return;
+    };
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/export_hf.py");
+    for shape in ["gpt2", "llama"] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = folder.path().join("policy.pt");
+        let output = std::process::Command::new(&python)
+            .arg(&script)
+            .args(["--random-tiny", shape, "--out"])
+            .arg(&checkpoint)
+            .output()
+            .unwrap();
+        if stderr(&output).contains("No module named 'transformers'") {
+            eprintln!("SKIPPED: that Python has no transformers");
+            return;
+        }
+        assert!(output.status.success(), "{}", stderr(&output));
+        let lines = common::lines(&common::synthetic_batch(2, 1));
+        let study = common::StudyFolder::new(&checkpoint, &lines, "");
+        let output = study.run(&["--set", "decomposition.engine=batched"]);
+        assert_eq!(output.status.code(), Some(0), "{shape}: {}", stderr(&output));
+        assert!(!stderr(&output).contains("row by row"), "{shape}: {}", stderr(&output));
+        let norm = study.prompts()[0]["task_norm"].as_f64().unwrap();
+        assert!(norm > 0.0, "{shape}: {norm}");
+    }
+}
+
 #[test]
 fn the_doctor_finds_this_build_well() {
     let output = gradprism(&["doctor", "--json"]).output().unwrap();

@@ -74,8 +74,9 @@ pub struct GroupRecord {
     /// The split of its gradient.
     #[serde(flatten)]
     pub split: Split,
-    /// √RV·√((G − 1)/G)·√mean‖s_i‖², s_i the rows' scores, which ‖g_task‖ cannot exceed; none
-    /// unless it was asked for and holds.
+    /// √RV·√((G − 1)/G)·√mean‖s_i‖², which ‖g_task‖ cannot exceed; none unless it was asked for and
+    /// holds. s_i is the row's score, `h_i = −A_i s_i`; off-policy the ratio and its clipping are part
+    /// of it.
     pub bound: Option<f64>,
     /// `bound` − ‖g_task‖.
     pub bound_slack: Option<f64>,
