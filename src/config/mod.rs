@@ -1,0 +1,159 @@
+//! The configuration file: its sections, their defaults, and its checks. The only folder that knows
+//! YAML; it is read and written here.
+
+mod resolve;
+mod sections;
+
+pub use sections::*;
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result, nearest};
+
+impl Config {
+    /// Reads a file, applies overrides `key.path=value`, and resolves relative paths: those of the
+    /// file against its own folder, those of overrides against the current one.
+    ///
+    /// # Errors
+    /// If the file cannot be read or parsed, or a key is unknown.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            Error::config(path.display().to_string(), format!("cannot be read: {error}"))
+        })?;
+        let file = std::path::absolute(path).map_err(Error::io("find", path))?;
+        let folder = file.parent().unwrap_or(Path::new("/"));
+        Self::parse(&text, &path.display().to_string(), folder, overrides)
+    }
+
+    /// The same from text; `place` names it in messages.
+    ///
+    /// # Errors
+    /// If the text does not parse, or a key is unknown.
+    pub fn parse(text: &str, place: &str, folder: &Path, overrides: &[String]) -> Result<Self> {
+        let mut config = if text.trim().is_empty() {
+            Self::default()
+        } else {
+            // Straight from the text first: its errors then name a line.
+            let yaml = serde_yaml::Deserializer::from_str(text);
+            serde_path_to_error::deserialize::<_, Self>(yaml)
+                .map_err(|error| parse_error(place, error))?
+        };
+        config.map_paths(|path| folder.join(path));
+        if overrides.is_empty() {
+            return Ok(config);
+        }
+        let current = std::env::current_dir().map_err(Error::io("find", Path::new(".")))?;
+        for text in overrides {
+            config = config.with_override(text, &current)?;
+        }
+        Ok(config)
+    }
+
+    fn with_override(&self, text: &str, current: &Path) -> Result<Self> {
+        let (key, value) = text
+            .split_once('=')
+            .ok_or_else(|| Error::config("--set", format!("expected key=value, found `{text}`")))?;
+        let place = format!("--set {key}");
+        let internal = |error: serde_yaml::Error| Error::config(place.as_str(), error.to_string());
+        let mut value: serde_yaml::Value = serde_yaml::from_str(value).map_err(internal)?;
+        if PATH_KEYS.contains(&key) {
+            absolute(&mut value, current);
+        }
+        let mut whole = serde_yaml::to_value(self).map_err(internal)?;
+        let mut slot = &mut whole;
+        for (depth, part) in key.split('.').enumerate() {
+            let mapping = match slot {
+                serde_yaml::Value::Mapping(mapping) => mapping,
+                _ => {
+                    let parent: Vec<&str> = key.split('.').take(depth).collect();
+                    return Err(Error::config(
+                        place,
+                        format!("`{}` holds no keys", parent.join(".")),
+                    ));
+                }
+            };
+            if !mapping.contains_key(part) {
+                let known: Vec<&str> = mapping.keys().filter_map(|key| key.as_str()).collect();
+                return Err(Error::config(place, unknown_key(part, &known)));
+            }
+            slot = &mut mapping[part];
+        }
+        *slot = value;
+        serde_path_to_error::deserialize(whole).map_err(|error| parse_error(&place, error))
+    }
+
+    fn map_paths(&mut self, map: impl Fn(&Path) -> PathBuf) {
+        match &mut self.policy.checkpoint {
+            Some(Checkpoints::One(path)) => *path = map(path),
+            Some(Checkpoints::List(paths)) => {
+                paths.iter_mut().for_each(|path| *path = map(path));
+            }
+            None => {}
+        }
+        for path in
+            [&mut self.policy.reference, &mut self.rollouts.path, &mut self.rollouts.tokenizer]
+                .into_iter()
+                .flatten()
+        {
+            *path = map(path);
+        }
+    }
+
+    /// The configuration as YAML.
+    ///
+    /// # Errors
+    /// If a value cannot be written as YAML.
+    pub fn to_yaml(&self) -> Result<String> {
+        serde_yaml::to_string(self).map_err(|error| Error::config("resolved", error.to_string()))
+    }
+}
+
+/// Keys whose values are paths.
+const PATH_KEYS: [&str; 4] =
+    ["policy.checkpoint", "policy.reference", "rollouts.path", "rollouts.tokenizer"];
+
+fn absolute(value: &mut serde_yaml::Value, folder: &Path) {
+    match value {
+        serde_yaml::Value::String(path) => {
+            *path = folder.join(path.as_str()).to_string_lossy().into_owned();
+        }
+        serde_yaml::Value::Sequence(paths) => {
+            paths.iter_mut().for_each(|path| absolute(path, folder));
+        }
+        _ => {}
+    }
+}
+
+fn unknown_key(key: &str, known: &[&str]) -> String {
+    match nearest(key, known.iter().copied()) {
+        Some(nearest) => format!("unknown key `{key}`; did you mean `{nearest}`?"),
+        None => format!("unknown key `{key}`; known are {}", known.join(", ")),
+    }
+}
+
+/// serde's message with the dotted key, and the nearest known name where one is unknown.
+fn parse_error(place: &str, error: serde_path_to_error::Error<serde_yaml::Error>) -> Error {
+    let key = error.path().to_string();
+    let message = error.into_inner().to_string();
+    // serde_yaml repeats the path in front.
+    let message = message.strip_prefix(&format!("{key}: ")).unwrap_or(&message).to_owned();
+    let place = if key == "." || place.ends_with(&format!(" {key}")) {
+        place.to_owned()
+    } else {
+        format!("{place}: {key}")
+    };
+    let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    let is_unknown = message.contains("unknown field") || message.contains("unknown variant");
+    match names.split_first() {
+        Some((unknown, known)) if is_unknown => {
+            let location = message.rfind(" at line ").map_or("", |at| &message[at..]);
+            let what = if message.contains("unknown field") {
+                unknown_key(unknown, known)
+            } else {
+                format!("expected one of {}, found `{unknown}`", known.join(", "))
+            };
+            Error::config(place, format!("{what}{location}"))
+        }
+        _ => Error::config(place, message),
+    }
+}
