@@ -35,11 +35,6 @@ impl AdvantageEstimator {
             _ => None,
         }
     }
-
-    /// Whether each token has an advantage of its own.
-    pub fn is_per_token(self) -> bool {
-        matches!(self, Self::Gae | Self::ReinforcePlusPlus)
-    }
 }
 
 /// The guard in the denominator of GRPO's advantage.

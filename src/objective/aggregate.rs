@@ -23,12 +23,6 @@ pub enum Aggregation {
 }
 
 impl Aggregation {
-    /// Whether a row's weight ignores how many tokens the other rows hold. Only then are per-row
-    /// gradients independent, and the signal estimate exactly unbiased.
-    pub fn is_row_independent(self) -> bool {
-        !matches!(self, Self::TokenMean)
-    }
-
     /// The share ω of a group in the loss of a batch, from their numbers of non-empty rows and of
     /// sampled tokens: the batch loss is the ω-weighted sum of the losses of its groups taken alone.
     pub fn group_share(self, group: Counts, batch: Counts) -> f64 {

@@ -508,9 +508,5 @@ impl Study {
                 record.step
             ));
         }
-        if self.algorithm.aggregation == Aggregation::TokenMean && self.config.decomposition.debias
-        {
-            record.warnings.push("token_mean biases the split by O(1/G)".into());
-        }
     }
 }
