@@ -412,7 +412,7 @@ fn surrogates_by_hand() {
         for (found, expected) in numbers(&term.slope).iter().zip(slope) {
             assert_close(*found, expected, 1e-12, 1.0, "slope");
         }
-        numbers(&surrogate.is_clipped(&term, &advantages).to_kind(Kind::Double))
+        numbers(&surrogate.is_clipped(&term, &logp, &advantages).to_kind(Kind::Double))
     };
     // max(−A r, −A clip(r, .8, 1.2)), at most 3 where A < 0; the slope is −A r unless it is cut.
     let clipped = check(&ppo, [-1.2, 1.5, -0.5, 0.8, 3.0], [0.0, 1.5, -0.5, 0.0, 0.0]);

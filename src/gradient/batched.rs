@@ -435,7 +435,7 @@ fn upstream(
     let tokens = Tokens {
         old_logp: scorer.old_rows(trajectories, &logp),
         ref_logp: scorer.reference_rows(trajectories, &logp)?,
-        sampler_logp: rows::padded(trajectories, &logp, |row| row.sampler_logprobs.as_deref()),
+        sampler_logp: rows::padded_like(trajectories, &logp, |row| row.sampler_logprobs.as_deref()),
         advantages: input.advantages.to_kind(kind).to_device(device),
         mask: input.weights.mask().to_device(device),
         logp,

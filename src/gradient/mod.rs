@@ -15,6 +15,7 @@ pub use batched::BatchedEngine;
 pub use engine::{Engine, GroupGradients, GroupResult};
 pub use gram::{GradientVector, Gram, gram};
 pub use plain::PlainEngine;
+pub(crate) use rows::padded;
 pub use rows::{GroupInput, RowStats, Scorer};
 pub use split::{Coefficients, Debias, GroupProducts, Split, split};
 pub use statistics::{Buckets, mean, median, spearman};

@@ -95,20 +95,13 @@ impl Scorer<'_> {
     /// The losses of row `row` of a group; one forward pass, and one of the reference policy.
     pub(super) fn losses(&self, input: &GroupInput, row: usize) -> Result<RowLosses> {
         let trajectory = &input.group.trajectories[row];
-        let log_probs =
-            objective::log_probs(&self.policy.response_logits(trajectory)?, self.temperature);
-        let actions =
-            Tensor::from_slice(trajectory.content.actions()).to_device(log_probs.device());
-        let logp = objective::gather(&log_probs, &actions)?.unsqueeze(0);
+        let (log_probs, logp) = self.score(self.policy, trajectory)?;
         let entropy = objective::entropy(&log_probs).unsqueeze(0);
         let length = trajectory.content.len() as i64;
         let weights = input.weights.micro_batch(row as i64, 1, length);
         let tokens = Tokens {
-            old_logp: match &trajectory.old_logprobs {
-                Some(old) if !self.recompute_old => row_like(old, &logp),
-                _ => logp.detach(),
-            },
-            ref_logp: self.reference_logp(trajectory, &actions, &logp)?,
+            old_logp: self.old_logp(trajectory, &logp),
+            ref_logp: self.reference_logp(trajectory, &logp)?,
             sampler_logp: trajectory
                 .sampler_logprobs
                 .as_ref()
@@ -137,19 +130,29 @@ impl Scorer<'_> {
         })
     }
 
-    fn reference_logp(
-        &self,
-        trajectory: &Trajectory,
-        actions: &Tensor,
-        like: &Tensor,
-    ) -> Result<Option<Tensor>> {
+    /// The log-probabilities `[T, V]` of a response's positions, and those `[1, T]` of what was chosen.
+    fn score(&self, policy: &Policy, trajectory: &Trajectory) -> Result<(Tensor, Tensor)> {
+        let log_probs =
+            objective::log_probs(&policy.response_logits(trajectory)?, self.temperature);
+        let actions =
+            Tensor::from_slice(trajectory.content.actions()).to_device(log_probs.device());
+        let logp = objective::gather(&log_probs, &actions)?.unsqueeze(0);
+        Ok((log_probs, logp))
+    }
+
+    fn old_logp(&self, trajectory: &Trajectory, logp: &Tensor) -> Tensor {
+        match &trajectory.old_logprobs {
+            Some(old) if !self.recompute_old => row_like(old, logp),
+            _ => logp.detach(),
+        }
+    }
+
+    fn reference_logp(&self, trajectory: &Trajectory, like: &Tensor) -> Result<Option<Tensor>> {
         let Some(reference) = self.reference else {
             return Ok(trajectory.ref_logprobs.as_ref().map(|logp| row_like(logp, like)));
         };
         let _no_grad = tch::no_grad_guard();
-        let log_probs =
-            objective::log_probs(&reference.response_logits(trajectory)?, self.temperature);
-        let logp = objective::gather(&log_probs, actions)?.unsqueeze(0);
+        let (_, logp) = self.score(reference, trajectory)?;
         Ok(Some(logp.to_kind(like.kind())))
     }
 
@@ -158,7 +161,7 @@ impl Scorer<'_> {
         let old = if self.recompute_old {
             None
         } else {
-            padded(trajectories, logp, |row| row.old_logprobs.as_deref())
+            padded_like(trajectories, logp, |row| row.old_logprobs.as_deref())
         };
         old.unwrap_or_else(|| logp.detach())
     }
@@ -170,7 +173,7 @@ impl Scorer<'_> {
         like: &Tensor,
     ) -> Result<Option<Tensor>> {
         let Some(reference) = self.reference else {
-            return Ok(padded(trajectories, like, |row| row.ref_logprobs.as_deref()));
+            return Ok(padded_like(trajectories, like, |row| row.ref_logprobs.as_deref()));
         };
         let batch = reference.batch_logits(trajectories)?;
         let log_probs = objective::log_probs(&batch.logits, self.temperature);
@@ -192,16 +195,9 @@ impl Scorer<'_> {
     /// If libtorch fails.
     pub fn old_and_reference(&self, trajectory: &Trajectory) -> Result<Option<(Tensor, Tensor)>> {
         let _no_grad = tch::no_grad_guard();
-        let log_probs =
-            objective::log_probs(&self.policy.response_logits(trajectory)?, self.temperature);
-        let actions =
-            Tensor::from_slice(trajectory.content.actions()).to_device(log_probs.device());
-        let logp = objective::gather(&log_probs, &actions)?.unsqueeze(0);
-        let old = match &trajectory.old_logprobs {
-            Some(old) if !self.recompute_old => row_like(old, &logp),
-            _ => logp.shallow_clone(),
-        };
-        let reference = self.reference_logp(trajectory, &actions, &logp)?;
+        let (_, logp) = self.score(self.policy, trajectory)?;
+        let old = self.old_logp(trajectory, &logp);
+        let reference = self.reference_logp(trajectory, &logp)?;
         let cpu = |row: Tensor| row.squeeze_dim(0).to_kind(Kind::Double).to_device(Device::Cpu);
         Ok(reference.map(|reference| (cpu(old), cpu(reference))))
     }
@@ -217,10 +213,10 @@ impl Scorer<'_> {
         let _no_grad = tch::no_grad_guard();
         let kind = tokens.logp.kind();
         let log_ratio = &tokens.logp - &tokens.old_logp;
-        let bound = self.algorithm.surrogate.log_ratio_clamp.unwrap_or(f64::INFINITY);
-        let clamped = log_ratio.clamp(-bound, bound);
+        let surrogate = &self.algorithm.surrogate;
+        let (clamped, _) = surrogate.clamped(&log_ratio);
         let ratio = clamped.exp();
-        let clipped = self.algorithm.surrogate.is_clipped(task, &tokens.advantages);
+        let clipped = surrogate.is_clipped(task, &log_ratio, &tokens.advantages);
         let inside = |values: &Tensor| objective::masked(values, &tokens.mask);
         let sum = |values: &Tensor| inside(values).sum_dim_intlist(1, false, kind);
         let zero = Tensor::zeros([tokens.logp.size()[0]], (kind, tokens.logp.device()));
@@ -233,7 +229,7 @@ impl Scorer<'_> {
                 sum(&objective::k3(&-clamped)),
                 sum(&log_ratio.abs()),
                 log_ratio.abs().amax(1, false),
-                sum(&clipped.logical_and(&log_ratio.abs().le(bound)).to_kind(kind)),
+                sum(&clipped.to_kind(kind)),
                 kl.map_or(zero, |kl| sum(&kl.value)),
                 sum(entropy),
                 tokens.logp.amin(1, false),
@@ -265,20 +261,27 @@ impl Scorer<'_> {
     }
 }
 
-/// `[G, T]` of the dtype and device of `like`, 0 where a row ends; none unless every row has the
-/// array.
-pub(super) fn padded<'a>(
+/// `[B, length]` float64 on the CPU, 0 where a row ends; none unless every row has the array.
+pub(crate) fn padded<'a>(
+    rows: impl IntoIterator<Item = &'a Trajectory>,
+    length: usize,
+    array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
+) -> Option<Tensor> {
+    let mut numbers = Vec::new();
+    for (row, trajectory) in rows.into_iter().enumerate() {
+        numbers.extend(array(trajectory)?);
+        numbers.resize((row + 1) * length, 0.0);
+    }
+    Some(Tensor::from_slice(&numbers).reshape([-1, length as i64]))
+}
+
+/// The same, of the shape, dtype and device of `like`.
+pub(super) fn padded_like<'a>(
     trajectories: &'a [Trajectory],
     like: &Tensor,
     array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
 ) -> Option<Tensor> {
-    let length = like.size()[1] as usize;
-    let mut numbers = vec![0.0; trajectories.len() * length];
-    for (row, padded) in trajectories.iter().zip(numbers.chunks_mut(length)) {
-        let array = array(row)?;
-        padded[..array.len()].copy_from_slice(array);
-    }
-    let rows = Tensor::from_slice(&numbers).reshape([-1, length as i64]);
+    let rows = padded(trajectories, like.size()[1] as usize, array)?;
     Some(rows.to_kind(like.kind()).to_device(like.device()))
 }
 

@@ -48,8 +48,8 @@ impl Surrogate {
         let (logp, old_logp) = (logp.detach(), old_logp.detach());
         match self.form {
             SurrogateForm::PpoClip => {
-                let (ratio, inside) = self.ratio(&(logp - old_logp));
-                self.clipped(&ratio, &inside, advantages)
+                let (log_ratio, inside) = self.clamped(&(logp - old_logp));
+                self.clipped(&log_ratio.exp(), &inside, advantages)
             }
             SurrogateForm::Gspo => {
                 let mask = mask.to_kind(logp.kind());
@@ -64,18 +64,18 @@ impl Surrogate {
                 self.clipped(&ratio, &inside.expand_as(&logp), advantages)
             }
             SurrogateForm::Cispo => {
-                let (ratio, _) = self.ratio(&(&logp - old_logp));
+                let ratio = self.clamped(&(&logp - old_logp)).0.exp();
                 let slope = -advantages * ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
                 Term { value: &slope * logp, slope }
             }
         }
     }
 
-    /// The ratio `r`, and where its slope is not cut by the clamp.
-    fn ratio(&self, log_ratio: &Tensor) -> (Tensor, Tensor) {
+    /// Log-ratios `d` as they are clamped before the exponential, and where the clamp does not act.
+    pub(crate) fn clamped(&self, log_ratio: &Tensor) -> (Tensor, Tensor) {
         match self.log_ratio_clamp {
-            Some(limit) => (log_ratio.clamp(-limit, limit).exp(), log_ratio.abs().le(limit)),
-            None => (log_ratio.exp(), log_ratio.ones_like().to_kind(Kind::Bool)),
+            Some(limit) => (log_ratio.clamp(-limit, limit), log_ratio.abs().le(limit)),
+            None => (log_ratio.shallow_clone(), log_ratio.ones_like().to_kind(Kind::Bool)),
         }
     }
 
@@ -96,9 +96,11 @@ impl Surrogate {
         Term { value, slope }
     }
 
-    /// `[B, T]`, true where clipping or the dual clip cuts the slope of a token that has one: the
-    /// tokens that the clip fraction counts.
-    pub fn is_clipped(&self, term: &Term, advantages: &Tensor) -> Tensor {
-        term.slope.eq(0.0).logical_and(&advantages.ne(0.0))
+    /// `[B, T]`, true where clipping or the dual clip cuts the slope of a token that has one, for
+    /// log-ratios `d`: the tokens that the clip fraction counts. What the clamp of `d` cuts is not
+    /// clipping.
+    pub fn is_clipped(&self, term: &Term, log_ratio: &Tensor, advantages: &Tensor) -> Tensor {
+        let (_, inside) = self.clamped(log_ratio);
+        term.slope.eq(0.0).logical_and(&advantages.ne(0.0)).logical_and(&inside)
     }
 }

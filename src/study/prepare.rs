@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::gradient::{GroupInput, Scorer};
+use crate::gradient::{GroupInput, Scorer, padded};
 use crate::objective::{
     Algorithm, GroupIndex, Rewards, TokenWeights, on_last_token, rewards_with_kl,
 };
@@ -42,7 +42,7 @@ impl PreparedBatch {
     pub fn with_kl_in_reward(scorer: &Scorer, batch: &Batch) -> Result<Self> {
         let rows: Vec<&Trajectory> = batch.trajectories().collect();
         let length = longest(&rows);
-        let mut padded = Vec::with_capacity(rows.len());
+        let mut scored = Vec::with_capacity(rows.len());
         for row in &rows {
             let (old, reference) = scorer.old_and_reference(row)?.ok_or_else(|| {
                 Error::config(
@@ -51,9 +51,9 @@ impl PreparedBatch {
                 )
             })?;
             let rest = (length - row.content.len()) as i64;
-            padded.push((old.constant_pad_nd([0, rest]), reference.constant_pad_nd([0, rest])));
+            scored.push((old.constant_pad_nd([0, rest]), reference.constant_pad_nd([0, rest])));
         }
-        let (old, reference): (Vec<Tensor>, Vec<Tensor>) = padded.into_iter().unzip();
+        let (old, reference): (Vec<Tensor>, Vec<Tensor>) = scored.into_iter().unzip();
         Self::build(
             scorer.algorithm,
             batch,
@@ -78,8 +78,9 @@ impl PreparedBatch {
             .collect();
         let groups = GroupIndex::new(&labels, &rewards);
         let mask = padded_mask(&rows, length);
-        let token_rewards = padded(&rows, length, |row| row.token_rewards.as_deref());
-        let values = padded(&rows, length, |row| row.values.as_deref());
+        let token_rewards =
+            padded(rows.iter().copied(), length, |row| row.token_rewards.as_deref());
+        let values = padded(rows.iter().copied(), length, |row| row.values.as_deref());
         let (paid, token_rewards) = match old_and_reference {
             None => (rewards.shallow_clone(), token_rewards),
             Some((old, reference)) => {
@@ -186,18 +187,4 @@ fn padded_mask(rows: &[&Trajectory], length: usize) -> Tensor {
         padded[..row.mask.len()].copy_from_slice(&row.mask);
     }
     Tensor::from_slice(&mask).reshape([rows.len() as i64, length as i64]).to_kind(Kind::Bool)
-}
-
-/// `[B, T]` float64, 0 where a row ends; none unless every row has the array.
-fn padded<'a>(
-    rows: &[&'a Trajectory],
-    length: usize,
-    array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
-) -> Option<Tensor> {
-    let mut numbers = vec![0.0; rows.len() * length];
-    for (row, padded) in rows.iter().zip(numbers.chunks_mut(length)) {
-        let array = array(row)?;
-        padded[..array.len()].copy_from_slice(array);
-    }
-    Some(Tensor::from_slice(&numbers).reshape([rows.len() as i64, length as i64]))
 }
