@@ -400,13 +400,20 @@ fn a_failed_run_takes_the_folders_back_that_it_made() {
 /// Observations that are no integers are not cut to integers in silence.
 #[test]
 fn fractions_are_no_integer_observations() {
-    let line = |number: f64| json!({"group_id": "a", "observations": [[1, 2, 3, number]], "actions": [0], "reward": number});
-    let folder = StudyFolder::new(&fixture("mlp_step.pt"), &[line(1.0), line(2.5)], "");
-    let integers = "policy.observation_dtype=int64";
-    let step = ["--set", "policy.kind=step", "--set", integers, "--set", "algorithm.kl.coef=0"];
-    let output = folder.run(&step);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(!stderr(&output).contains("panicked") && !folder.has_output(), "{}", stderr(&output));
+    let line = |number: f64| json!({"group_id": "a", "observations": [[0, 1, number]], "actions": [0], "reward": number});
+    let arguments = [
+        "--set",
+        "policy.kind=step",
+        "--set",
+        "policy.observation_dtype=int64",
+        "--set",
+        "algorithm.kl.coef=0",
+    ];
+    let folder = StudyFolder::new(&fixture("tabular.pt"), &[line(1.0), line(2.5)], "");
+    let says = [":2: field `observations`", "expected integers", "found 2.5"];
+    assert_refused(&folder, &arguments, FAILED, &says);
+    let folder = StudyFolder::new(&fixture("tabular.pt"), &[line(1.0), line(2.0)], "");
+    assert_eq!(folder.run(&arguments).status.code(), Some(0));
 }
 
 #[test]

@@ -91,10 +91,7 @@ fn try_observations(
     }
     let mut size = vec![2];
     size.extend(shape);
-    let kind = match options.observation_dtype {
-        ObservationDtype::Float => kind,
-        ObservationDtype::Int64 => Kind::Int64,
-    };
+    let kind = options.observation_dtype.kind(kind);
     let observations = Tensor::zeros(size, (kind, options.device));
     let call = || {
         super::step_logits(module, signature, options, &observations).map_err(|message| {

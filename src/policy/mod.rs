@@ -72,6 +72,16 @@ pub enum ObservationDtype {
     Int64,
 }
 
+impl ObservationDtype {
+    /// The dtype of observations for a policy of parameters of `policy`.
+    fn kind(self, policy: Kind) -> Kind {
+        match self {
+            Self::Float => policy,
+            Self::Int64 => Kind::Int64,
+        }
+    }
+}
+
 /// How to load a policy.
 #[derive(Clone, Debug)]
 pub struct PolicyOptions {
@@ -253,10 +263,7 @@ impl Policy {
             (Content::Steps { observations, shape, actions }, PolicyKind::Step) => {
                 let mut size = vec![actions.len() as i64];
                 size.extend(shape);
-                let kind = match self.options.observation_dtype {
-                    ObservationDtype::Float => self.kind,
-                    ObservationDtype::Int64 => Kind::Int64,
-                };
+                let kind = self.options.observation_dtype.kind(self.kind);
                 let observations = Tensor::from_slice(observations).reshape(size);
                 self.step_logits(&observations.to_kind(kind).to_device(device))
             }
@@ -325,10 +332,7 @@ impl Policy {
             PolicyKind::Step => {
                 let mut size = vec![rows[0] * rows[1]];
                 size.extend(shape);
-                let kind = match self.options.observation_dtype {
-                    ObservationDtype::Float => self.kind,
-                    ObservationDtype::Int64 => Kind::Int64,
-                };
+                let kind = self.options.observation_dtype.kind(self.kind);
                 let observations = Tensor::from_slice(&observations).f_reshape(size)?;
                 self.step_logits(&observations.to_kind(kind).to_device(device))?
             }

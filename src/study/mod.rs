@@ -4,7 +4,7 @@ mod prepare;
 mod record;
 
 pub use prepare::PreparedBatch;
-pub(crate) use record::SIGNIFICANT;
+pub use record::SIGNIFICANT;
 pub use record::{
     BatchRecord, BucketRecord, GroupRecord, ParameterRecord, RatioRecord, StudyReport,
 };
@@ -23,8 +23,8 @@ use crate::gradient::{
 use crate::objective::{
     AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPlacement,
 };
-use crate::policy::{ObservationDtype, Policy, PolicyKind, PolicyOptions, Problem};
-use crate::rollout::{self, Batch, Content, Rollouts};
+use crate::policy::{ObservationDtype, Policy, PolicyOptions, Problem};
+use crate::rollout::{self, Batch, Content, Rollouts, Trajectory};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
 const FOREIGN_LOG_RATIO: f64 = 0.1;
@@ -133,7 +133,7 @@ impl Study {
         }
         let first = study.load(0)?;
         // Steps that share the first checkpoint can be checked before anything is computed.
-        for (batch, _) in study.plan.iter().filter(|(_, path)| path == first.path()) {
+        for (batch, _) in study.plan.iter().skip(1).filter(|(_, path)| path == first.path()) {
             study.check_choices(&first, &study.rollouts.batches[*batch])?;
         }
         study.first = Some(first);
@@ -224,60 +224,59 @@ impl Study {
         Ok(policy)
     }
 
+    /// Ids, actions and observations that the policy takes.
     fn check_choices(&self, policy: &Policy, batch: &Batch) -> Result<()> {
-        let choices = policy.choices();
-        for trajectory in batch.trajectories() {
-            let fields: [(&str, &[i64]); 2] = match &trajectory.content {
-                Content::Tokens { prompt_ids, response_ids } => {
-                    [("prompt_ids", prompt_ids), ("response_ids", response_ids)]
-                }
-                Content::Steps { shape, actions, .. } => {
-                    if Some(shape) != self.options.observation_shape.as_ref() {
-                        return Err(Error::RolloutLine {
-                            path: self.config.rollouts.path.clone().unwrap_or_default(),
-                            line: trajectory.line,
-                            field: "observations".into(),
-                            problem: format!(
-                                "expected observations of shape {:?} as in the first line, found {shape:?}",
-                                self.options.observation_shape.clone().unwrap_or_default()
-                            ),
-                        });
-                    }
-                    [("actions", actions), ("actions", &[])]
-                }
-            };
-            if let (Content::Steps { observations, .. }, ObservationDtype::Int64) =
-                (&trajectory.content, self.options.observation_dtype)
-                && let Some(number) = observations.iter().find(|number| number.fract() != 0.0)
-            {
-                return Err(Error::RolloutLine {
+        batch.trajectories().try_for_each(|trajectory| {
+            self.check_trajectory(policy.choices(), trajectory).map_err(|(field, problem)| {
+                Error::RolloutLine {
                     path: self.config.rollouts.path.clone().unwrap_or_default(),
                     line: trajectory.line,
-                    field: "observations".into(),
-                    problem: format!(
-                        "expected integers, since policy.observation_dtype is int64, found {number}"
-                    ),
-                });
-            }
-            for (field, ids) in fields {
-                if let Some(index) = ids.iter().position(|id| *id >= choices) {
-                    let what = match self.options.kind {
-                        PolicyKind::CausalLm => "the vocabulary of the policy",
-                        PolicyKind::Step => "the actions of the policy",
-                    };
-                    return Err(Error::RolloutLine {
-                        path: self.config.rollouts.path.clone().unwrap_or_default(),
-                        line: trajectory.line,
-                        field: format!("{field}[{index}]"),
-                        problem: format!(
-                            "expected a number below {choices}, the size of {what}, found {}",
-                            ids[index]
-                        ),
-                    });
+                    field,
+                    problem,
                 }
+            })
+        })
+    }
+
+    /// The field that the policy cannot take, and why.
+    fn check_trajectory(
+        &self,
+        choices: i64,
+        trajectory: &Trajectory,
+    ) -> std::result::Result<(), (String, String)> {
+        let below = |field: &str, ids: &[i64], of: &str| {
+            let Some(index) = ids.iter().position(|id| *id >= choices) else { return Ok(()) };
+            Err((
+                format!("{field}[{index}]"),
+                format!(
+                    "expected a number below {choices}, the size of {of} of the policy, found {}",
+                    ids[index]
+                ),
+            ))
+        };
+        match &trajectory.content {
+            Content::Tokens { prompt_ids, response_ids } => {
+                below("prompt_ids", prompt_ids, "the vocabulary")?;
+                below("response_ids", response_ids, "the vocabulary")
+            }
+            Content::Steps { observations, shape, actions } => {
+                let refuse = |problem: String| Err(("observations".to_owned(), problem));
+                let expected = self.options.observation_shape.as_deref().unwrap_or_default();
+                if shape != expected {
+                    return refuse(format!(
+                        "expected observations of shape {expected:?} as in the first line, found {shape:?}"
+                    ));
+                }
+                if self.options.observation_dtype == ObservationDtype::Int64
+                    && let Some(number) = observations.iter().find(|number| number.fract() != 0.0)
+                {
+                    return refuse(format!(
+                        "expected integers, since policy.observation_dtype is int64, found {number}"
+                    ));
+                }
+                below("actions", actions, "the actions")
             }
         }
-        Ok(())
     }
 
     /// Splits the gradients, step by step. Ends early, with what is finished, if the observer asks.
@@ -340,6 +339,31 @@ impl Study {
         Coefficients { kl: self.algorithm.kl_loss_coef(), entropy: self.algorithm.entropy_coef }
     }
 
+    fn engine(&self) -> Box<dyn Engine> {
+        let decomposition = &self.config.decomposition;
+        let plain =
+            PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
+        match decomposition.engine {
+            EngineName::Loop => Box::new(plain),
+            name => Box::new(BatchedEngine::new(
+                plain,
+                decomposition.token_budget,
+                name == EngineName::Batched,
+                decomposition.seed,
+            )),
+        }
+    }
+
+    fn debias(&self) -> Option<Debias> {
+        self.config.decomposition.debias.then_some(Debias {
+            leave_one_out: self.algorithm.advantage == AdvantageEstimator::Rloo,
+            norm_length: match self.algorithm.aggregation {
+                Aggregation::SeqMeanTokenSumNorm => self.algorithm.norm_length.unwrap_or(1.0),
+                _ => 1.0,
+            },
+        })
+    }
+
     fn step(
         &self,
         policy: &Policy,
@@ -348,17 +372,7 @@ impl Study {
     ) -> Result<BatchRecord> {
         let batch = &self.rollouts.batches[self.plan[index].0];
         let decomposition = &self.config.decomposition;
-        let plain =
-            PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
-        let mut engine: Box<dyn Engine> = match decomposition.engine {
-            EngineName::Loop => Box::new(plain),
-            name => Box::new(BatchedEngine::new(
-                plain,
-                decomposition.token_budget,
-                name == EngineName::Batched,
-                decomposition.seed,
-            )),
-        };
+        let mut engine = self.engine();
         let scorer = Scorer {
             policy,
             reference: self.reference.as_ref(),
@@ -376,13 +390,7 @@ impl Study {
         // Several checkpoints on rollouts without steps are told apart by their place in the list.
         let named_step = batch.step.or((self.plan.len() > 1).then_some(index as i64));
         let step = named_step.unwrap_or(0);
-        let debias = decomposition.debias.then_some(Debias {
-            leave_one_out: self.algorithm.advantage == AdvantageEstimator::Rloo,
-            norm_length: match self.algorithm.aggregation {
-                Aggregation::SeqMeanTokenSumNorm => self.algorithm.norm_length.unwrap_or(1.0),
-                _ => 1.0,
-            },
-        });
+        let debias = self.debias();
         let buckets = self.config.buckets();
         let assigned = buckets.as_ref().map_or_else(
             || vec![0; batch.groups.len()],
@@ -425,14 +433,8 @@ impl Study {
                 let mut group_stats = RowStats::default();
                 result.stats.iter().for_each(|row| group_stats.merge(row));
                 stats.merge(&group_stats);
-                if debias.is_some() && group_stats.log_ratio_max > ON_POLICY_LOG_RATIO {
-                    return Err(Error::config(
-                        "decomposition.debias",
-                        format!(
-                            "expected rollouts of this very policy (ratio 1), found a log-ratio of {:.3} in group `{}`; with rollouts.old_logprobs: recompute the checkpoint is taken for the sampler",
-                            group_stats.log_ratio_max, input.group.id
-                        ),
-                    ));
+                if debias.is_some() {
+                    check_on_policy(&group_stats, &input.group.id)?;
                 }
                 let mut record = GroupRecord::new(
                     named_step,
@@ -509,4 +511,18 @@ impl Study {
             ));
         }
     }
+}
+
+/// The bias that `debias` takes out is known at ratio 1.
+fn check_on_policy(stats: &RowStats, group: &str) -> Result<()> {
+    if stats.log_ratio_max <= ON_POLICY_LOG_RATIO {
+        return Ok(());
+    }
+    Err(Error::config(
+        "decomposition.debias",
+        format!(
+            "expected rollouts of this very policy (ratio 1), found a log-ratio of {:.3} in group `{group}`; with rollouts.old_logprobs: recompute the checkpoint is taken for the sampler",
+            stats.log_ratio_max
+        ),
+    ))
 }

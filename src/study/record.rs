@@ -349,7 +349,7 @@ pub struct BatchRecord {
 }
 
 /// A group with a sign-flip test at or below this counts as significant.
-pub(crate) const SIGNIFICANT: f64 = 0.05;
+pub const SIGNIFICANT: f64 = 0.05;
 
 impl BatchRecord {
     pub(super) fn new(
