@@ -152,6 +152,8 @@ fn interruption() -> anyhow::Result<Arc<AtomicBool>> {
         if seen.swap(true, Ordering::Relaxed) {
             if let Some(folder) = LEFT_BEHIND.get() {
                 let _ = std::fs::remove_dir_all(folder);
+                // The run directory itself, unless an earlier run is in it.
+                let _ = folder.parent().map(std::fs::remove_dir);
             }
             // `exit` would run libtorch's destructors under the thread that is at work.
             _exit(i32::from(INTERRUPTED))

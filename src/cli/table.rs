@@ -3,13 +3,11 @@
 use std::fmt::Write;
 
 use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
-use gradprism::log::number;
-use gradprism::study::{BatchRecord, GroupRecord, StudyReport};
+use gradprism::log::{number, with_error};
+use gradprism::study::{BatchRecord, GroupRecord, SIGNIFICANT, StudyReport};
 
 /// Groups that a table shows at most.
 const MOST_GROUPS: usize = 40;
-/// The level of the sign-flip test that is set off in color.
-const SIGNIFICANT: f64 = 0.05;
 
 /// Every step: its groups by descending SNR, then the batch.
 pub fn study(report: &StudyReport) -> String {
@@ -120,11 +118,4 @@ fn batch(step: &BatchRecord) -> String {
         correlation(step.reg_coherence)
     );
     text
-}
-
-fn with_error(value: f64, error: Option<f64>) -> String {
-    match error {
-        Some(error) if error > 0.0 => format!("{} ± {}", number(value), number(error)),
-        _ => number(value),
-    }
 }

@@ -10,5 +10,5 @@ mod study;
 pub use directory::RunDirectory;
 pub use events::EventWriter;
 pub use picture::{Mark, Picture, Scatter};
-pub use report::{number, page};
+pub use report::{number, page, with_error};
 pub use study::StudyLog;

@@ -126,10 +126,6 @@ fn groups(step: &BatchRecord) -> String {
     order.sort_by(|a, b| b.split.snr.total_cmp(&a.split.snr));
     for group in order {
         let split = &group.split;
-        let with_error = |value: f64, error: Option<f64>| match error {
-            Some(error) if error > 0.0 => format!("{} ± {}", number(value), number(error)),
-            _ => number(value),
-        };
         let strong = |is: bool| if is { " class=\"strong\"" } else { "" };
         let _ = writeln!(
             table,
@@ -169,6 +165,14 @@ pub fn number(value: f64) -> String {
         format!("{value:.decimals$}")
     } else {
         format!("{value:.2e}")
+    }
+}
+
+/// A number and its standard error, for people.
+pub fn with_error(value: f64, error: Option<f64>) -> String {
+    match error {
+        Some(error) if error > 0.0 => format!("{} ± {}", number(value), number(error)),
+        _ => number(value),
     }
 }
 
