@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 const SHIM: [&str; 2] = ["src/native/shim.cpp", "src/native/sites.cpp"];
 
 fn main() {
-    for file in SHIM {
-        println!("cargo::rerun-if-changed={file}");
-    }
+    println!("cargo::rerun-if-changed=src/native");
     if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
         println!("cargo::rustc-env=GRADPRISM_LIBTORCH_LIB=");
         return;

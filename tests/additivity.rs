@@ -6,7 +6,7 @@ mod common;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use gradprism::gradient::{Coefficients, ComponentSums, Engine, PlainEngine, Scorer};
+use gradprism::gradient::{Coefficients, ComponentSums, Components, Engine, PlainEngine, Scorer};
 use gradprism::objective::{self, Aggregation, Algorithm, Preset, TokenWeights, Tokens};
 use gradprism::policy::{Dtype, Policy, PolicyKind, PolicyOptions};
 use gradprism::rollout::{Batch, Content, OnProblem, ReadOptions, Trajectory, read};
@@ -141,16 +141,22 @@ fn plain_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<
 /// The same from the split, group by group.
 fn split_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<Tensor> {
     let prepared = PreparedBatch::new(algorithm, batch).unwrap();
-    let scorer =
-        Scorer { policy, reference: None, algorithm, temperature: 1.0, recompute_old: false };
+    let scorer = Scorer {
+        policy,
+        reference: None,
+        algorithm,
+        temperature: 1.0,
+        recompute_old: false,
+        components: Components::Separate,
+    };
     let mut sums = ComponentSums::default();
     for group in 0..batch.groups.len() {
         let input = prepared.group_input(algorithm, batch, group).unwrap();
         let result = PlainEngine::default()
-            .group(&scorer, &input, &mut || ControlFlow::Continue(()))
+            .groups(&scorer, &[input], &mut || ControlFlow::Continue(()))
             .unwrap()
             .unwrap();
-        sums.add(prepared.shares[group], &result.gradients);
+        sums.add(&[prepared.shares[group]], &result.gradients);
     }
     let coefficients = Coefficients { kl: algorithm.kl.coef, entropy: algorithm.entropy_coef };
     sums.loss_gradient(coefficients).unwrap()

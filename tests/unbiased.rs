@@ -7,7 +7,8 @@ mod common;
 use std::ops::ControlFlow;
 
 use gradprism::gradient::{
-    Coefficients, Debias, Engine, Gram, GroupInput, GroupProducts, PlainEngine, Scorer, split,
+    Coefficients, Components, Debias, Engine, Gram, GroupInput, GroupProducts, Part, PlainEngine,
+    Scorer, split,
 };
 use gradprism::objective::{
     self, AdvantageEstimator, Aggregation, Algorithm, GroupIndex, Preset, TokenWeights,
@@ -178,6 +179,7 @@ fn deviations(
         algorithm: &algorithm,
         temperature: 1.0,
         recompute_old: false,
+        components: Components::Separate,
     };
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mask = Tensor::ones([group_size as i64, STEPS as i64], (Kind::Bool, tch::Device::Cpu));
@@ -193,10 +195,11 @@ fn deviations(
                 .unwrap(),
         };
         let result = PlainEngine::default()
-            .group(&scorer, &input, &mut || ControlFlow::Continue(()))
+            .groups(&scorer, &[input], &mut || ControlFlow::Continue(()))
             .unwrap()
             .unwrap();
-        let split = split(&result.products, Coefficients { kl: 0.0, entropy: 0.0 }, debias, 0);
+        let split =
+            split(&result.groups[0].products, Coefficients { kl: 0.0, entropy: 0.0 }, debias, 0);
         signals.push(split.signal_sq);
         noises.push(split.noise_sq);
     }
@@ -272,7 +275,7 @@ fn gaussian_products(random: &mut ChaCha8Rng, rows: usize, mean: f64) -> GroupPr
         .iter()
         .flat_map(|a| vectors.iter().map(move |b| a.iter().zip(b).map(|(x, y)| x * y).sum()))
         .collect();
-    GroupProducts { rows, has_kl: false, gram: Gram::from_products(products) }
+    GroupProducts::exact(rows, vec![Part::Entropy], Gram::from_products(products))
 }
 
 fn sign_flip_ps(rows: usize, mean: f64, draws: usize) -> Vec<f64> {

@@ -68,6 +68,19 @@ impl Config {
         if self.decomposition.debias {
             check_debias(&algorithm)?;
         }
+        let sketch = self.decomposition.engine == EngineName::Sketch;
+        if sketch && !(2..=4096).contains(&self.decomposition.sketch_dimensions) {
+            return Err(Error::config(
+                "decomposition.sketch_dimensions",
+                format!("expected 2 to 4096, found {}", self.decomposition.sketch_dimensions),
+            ));
+        }
+        if sketch && self.decomposition.bound {
+            return Err(Error::config(
+                "decomposition.bound",
+                "expected an exact engine, found engine: sketch; the bound takes the scores of single rows",
+            ));
+        }
         if let Threads::Count(count) = self.threads
             && !(1..=1024).contains(&count)
         {

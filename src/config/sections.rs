@@ -7,6 +7,7 @@ use tch::Device;
 
 use crate::error::{Error, Result};
 use crate::filter::{Mass, OnEmpty, Score, Strategy};
+use crate::gradient::Components;
 use crate::objective::{
     AdvantageEstimator, Aggregation, ImportanceCorrection, KlEstimator, KlGradient, KlPlacement,
     Preset, SurrogateForm,
@@ -281,6 +282,10 @@ pub struct KlConfig {
 pub struct DecompositionConfig {
     /// The engine.
     pub engine: EngineName,
+    /// Whether the gradients of KL and entropy are taken apart.
+    pub components: Components,
+    /// The number of random projections of a sketch.
+    pub sketch_dimensions: usize,
     /// Takes out the bias of a mean baseline.
     pub debias: bool,
     /// The bound of the task gradient by the reward variance.
@@ -289,10 +294,10 @@ pub struct DecompositionConfig {
     pub by_parameter: bool,
     /// The number of reward-variance buckets, or their edges; 0 for none.
     pub buckets: BucketsConfig,
-    /// Padded tokens of a group beyond which the batched engine takes it row by row.
+    /// Padded tokens of one forward pass of the batched engine.
     pub token_budget: usize,
-    /// Seeds the sign-flip test of groups of more than twelve rows, and the choice of the row that
-    /// the batched engine recomputes.
+    /// Seeds the sign-flip test of groups of more than twelve rows, the choice of the row that the
+    /// batched engine recomputes, and the projections of a sketch.
     pub seed: u64,
 }
 
@@ -300,6 +305,8 @@ impl Default for DecompositionConfig {
     fn default() -> Self {
         Self {
             engine: EngineName::default(),
+            components: Components::default(),
+            sketch_dimensions: 64,
             debias: false,
             bound: false,
             by_parameter: false,
@@ -319,8 +326,10 @@ pub enum EngineName {
     Auto,
     /// A trajectory at a time: the reference that faster engines are held to.
     Loop,
-    /// A group at a time; an error where the policy cannot be taken apart by rows.
+    /// Some groups at a time; an error where the policy cannot be taken apart by rows.
     Batched,
+    /// As batched, with random projections of the gradients in place of exact products.
+    Sketch,
 }
 
 /// A number of buckets, or edges.

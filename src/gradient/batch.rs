@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tch::Tensor;
 
-use super::engine::GroupGradients;
+use super::engine::{PackGradients, Part};
 use super::gram::{GradientVector, Gram, gram};
 use super::split::{Coefficients, Split};
 use crate::error::Result;
@@ -13,73 +13,94 @@ use crate::error::Result;
 struct Sum(Option<GradientVector>);
 
 impl Sum {
-    fn add(&mut self, weight: f64, vector: &GradientVector) {
+    /// Adds `Σ_x weights_x vectors_x` over the first dimension of the vectors, `[P, ..]`.
+    fn add(&mut self, weights: &[f64], vectors: &[Tensor]) {
         let _no_grad = tch::no_grad_guard();
+        let Some(first) = vectors.first() else { return };
+        let options = (first.kind(), first.device());
+        let weights = Tensor::from_slice(weights).to_kind(options.0).to_device(options.1);
         match &mut self.0 {
             None => {
-                self.0 = Some(vector.iter().map(|tensor| tensor * weight).collect());
+                let terms = vectors.iter().map(|vector| weighted(&weights, vector));
+                self.0 = Some(terms.collect());
             }
             Some(sum) => {
-                for (sum, term) in sum.iter_mut().zip(vector) {
-                    // One pass over memory: sum += term·weight.
-                    let weight = Tensor::from(weight).to_kind(sum.kind()).to_device(sum.device());
-                    let _ = sum.addcmul_(term, &weight);
+                for (sum, vector) in sum.iter_mut().zip(vectors) {
+                    if vector.size()[0] == 1 {
+                        // One pass over memory.
+                        let _ = sum.addcmul_(&vector.select(0, 0), &weights);
+                    } else {
+                        *sum += weighted(&weights, vector);
+                    }
                 }
             }
         }
     }
+
+    fn merge(&mut self, other: Self) {
+        match (&mut self.0, other.0) {
+            (sum @ None, term) => *sum = term,
+            (Some(sum), Some(term)) => {
+                let _no_grad = tch::no_grad_guard();
+                for (sum, term) in sum.iter_mut().zip(term) {
+                    *sum += term;
+                }
+            }
+            (Some(_), None) => {}
+        }
+    }
 }
 
-/// The task, KL and entropy parts of a sum over groups, at coefficient 1.
+/// `Σ_x weights_x vector_x`, of the shape of one.
+fn weighted(weights: &Tensor, vector: &Tensor) -> Tensor {
+    let size = vector.size();
+    let flat = vector.reshape([size[0], -1]);
+    weights.unsqueeze(0).mm(&flat).reshape(&size[1..])
+}
+
+/// The task part and the parts of the regularizer of a sum over groups.
 #[derive(Debug, Default)]
 pub struct ComponentSums {
     task: Sum,
-    kl: Sum,
-    entropy: Sum,
+    parts: Vec<(Part, Sum)>,
 }
 
-/// Which of the three a combination takes, and with what factor.
-const TASK: usize = 0;
-const KL: usize = 1;
-const ENTROPY: usize = 2;
-
 impl ComponentSums {
-    /// Adds a group's gradients with its share of the batch.
-    pub fn add(&mut self, share: f64, gradients: &GroupGradients) {
+    /// Adds groups' gradients with their shares of the batch.
+    pub fn add(&mut self, shares: &[f64], gradients: &PackGradients) {
         if let Some(task) = &gradients.task {
-            self.task.add(share, task);
+            self.task.add(shares, task);
         }
-        if let Some(kl) = &gradients.kl {
-            self.kl.add(share, kl);
+        for (part, vectors) in &gradients.parts {
+            self.part(*part).add(shares, vectors);
         }
-        self.entropy.add(share, &gradients.entropy);
+    }
+
+    fn part(&mut self, part: Part) -> &mut Sum {
+        let at = self.parts.iter().position(|(other, _)| *other == part).unwrap_or_else(|| {
+            self.parts.push((part, Sum::default()));
+            self.parts.len() - 1
+        });
+        &mut self.parts[at].1
     }
 
     /// Adds another sum.
     pub fn merge(&mut self, other: Self) {
-        for (sum, term) in [
-            (&mut self.task, other.task),
-            (&mut self.kl, other.kl),
-            (&mut self.entropy, other.entropy),
-        ] {
-            if let Some(term) = term.0 {
-                match sum.0 {
-                    None => sum.0 = Some(term),
-                    Some(_) => sum.add(1.0, &term),
-                }
-            }
+        self.task.merge(other.task);
+        for (part, sum) in other.parts {
+            self.part(part).merge(sum);
         }
     }
 
     /// The gradient of the loss, one tensor a trainable parameter: task and weighted regularizers.
-    /// None if nothing was added.
+    /// None if nothing was added. Of a sketch it is the sketch of that.
     pub fn loss_gradient(&self, coefficients: Coefficients) -> Option<GradientVector> {
         let mut total = Sum::default();
-        for (weight, part) in
-            [(1.0, &self.task), (coefficients.kl, &self.kl), (coefficients.entropy, &self.entropy)]
-        {
-            if let Some(part) = &part.0 {
-                total.add(weight, part);
+        let parts = self.parts.iter().map(|(part, sum)| (coefficients.of(*part), sum));
+        for (weight, sum) in std::iter::once((1.0, &self.task)).chain(parts) {
+            if let Some(sum) = &sum.0 {
+                let vectors: Vec<Tensor> = sum.iter().map(|tensor| tensor.unsqueeze(0)).collect();
+                total.add(&[weight], &vectors);
             }
         }
         total.0
@@ -90,32 +111,34 @@ impl ComponentSums {
     /// # Errors
     /// If libtorch fails.
     pub fn norms(&self, coefficients: Coefficients, share: f64) -> Result<ComponentNorms> {
-        let parts = [self.task.0.as_ref(), self.kl.0.as_ref(), self.entropy.0.as_ref()];
-        let gram = Gram::total(3, &gram(&parts, false)?);
-        let mut reg = [0.0; 3];
-        reg[KL] = coefficients.kl;
-        reg[ENTROPY] = coefficients.entropy;
-        let mut total = reg;
-        total[TASK] = 1.0;
-        let unit = |part: usize| {
-            let mut weights = [0.0; 3];
-            weights[part] = 1.0;
-            weights
+        let mut vectors = vec![self.task.0.as_ref()];
+        vectors.extend(self.parts.iter().map(|(_, sum)| sum.0.as_ref()));
+        let n = vectors.len();
+        let gram = Gram::total(n, &gram(&vectors, false)?);
+        let task: Vec<f64> = (0..n).map(|at| f64::from(at == 0)).collect();
+        let reg: Vec<f64> = std::iter::once(0.0)
+            .chain(self.parts.iter().map(|(part, _)| coefficients.of(*part)))
+            .collect();
+        let total: Vec<f64> = task.iter().zip(&reg).map(|(task, reg)| task + reg).collect();
+        let unit = |part: Part| {
+            let found = 1 + self.parts.iter().position(|(other, _)| *other == part)?;
+            Some((0..n).map(|at| f64::from(at == found)).collect::<Vec<f64>>())
         };
-        let norm = |weights: [f64; 3]| gram.norm_sq(&weights).sqrt() / share;
-        let cosine = |left: [f64; 3], right: [f64; 3]| {
-            let scale = (gram.norm_sq(&left) * gram.norm_sq(&right)).sqrt();
-            (scale > 0.0).then(|| (gram.product(&left, &right) / scale).clamp(-1.0, 1.0))
+        let (kl, entropy) = (unit(Part::Kl), unit(Part::Entropy));
+        let norm = |weights: &[f64]| gram.norm_sq(weights).sqrt() / share;
+        let cosine = |left: &[f64], right: &[f64]| {
+            let scale = (gram.norm_sq(left) * gram.norm_sq(right)).sqrt();
+            (scale > 0.0).then(|| (gram.product(left, right) / scale).clamp(-1.0, 1.0))
         };
         Ok(ComponentNorms {
-            task: norm(unit(TASK)),
-            kl: self.kl.0.as_ref().map(|_| norm(unit(KL))),
-            entropy: norm(unit(ENTROPY)),
-            reg: norm(reg),
-            total: norm(total),
-            cos_task_reg: cosine(unit(TASK), reg),
-            cos_kl_entropy: cosine(unit(KL), unit(ENTROPY)),
-            cos_task_total: cosine(unit(TASK), total),
+            task: norm(&task),
+            kl: kl.as_deref().map(norm),
+            entropy: entropy.as_deref().map(norm),
+            reg: norm(&reg),
+            total: norm(&total),
+            cos_task_reg: cosine(&task, &reg),
+            cos_kl_entropy: kl.zip(entropy).and_then(|(kl, entropy)| cosine(&kl, &entropy)),
+            cos_task_total: cosine(&task, &total),
         })
     }
 }
@@ -125,10 +148,10 @@ impl ComponentSums {
 pub struct ComponentNorms {
     /// ‖g_task‖.
     pub task: f64,
-    /// ‖g_KL‖; none without a reference policy.
+    /// ‖g_KL‖; none without a reference policy or if the parts were combined.
     pub kl: Option<f64>,
-    /// ‖g_entropy‖.
-    pub entropy: f64,
+    /// ‖g_entropy‖; none if the parts were combined.
+    pub entropy: Option<f64>,
     /// ‖λ_KL g_KL + λ_H g_entropy‖.
     pub reg: f64,
     /// ‖g_task + g_reg‖.
@@ -150,27 +173,25 @@ pub struct Coherence {
 }
 
 impl Coherence {
-    /// Adds a vector of known norm; one of norm 0 has no direction and is left out.
-    pub fn add(&mut self, vector: &GradientVector, norm: f64) {
-        if norm > 0.0 {
-            self.sum.add(1.0 / norm, vector);
-            self.count += 1;
+    /// Adds the task gradients of groups, whose norms are known; one of norm 0 has no direction and
+    /// is left out.
+    pub fn add_task(&mut self, gradients: &PackGradients, norms: &[f64]) {
+        if let Some(task) = &gradients.task {
+            self.count += present(norms);
+            self.sum.add(&inverse(norms, 1.0), task);
         }
     }
 
-    /// Adds `kl·g_KL + entropy·g_entropy`.
+    /// Adds the gradients of the groups' regularizers.
     pub fn add_regularizer(
         &mut self,
-        gradients: &GroupGradients,
+        gradients: &PackGradients,
         coefficients: Coefficients,
-        norm: f64,
+        norms: &[f64],
     ) {
-        if norm > 0.0 {
-            if let Some(kl) = &gradients.kl {
-                self.sum.add(coefficients.kl / norm, kl);
-            }
-            self.sum.add(coefficients.entropy / norm, &gradients.entropy);
-            self.count += 1;
+        self.count += present(norms);
+        for (part, vectors) in &gradients.parts {
+            self.sum.add(&inverse(norms, coefficients.of(*part)), vectors);
         }
     }
 
@@ -186,6 +207,15 @@ impl Coherence {
         let count = self.count as f64;
         Ok(Some((norm_sq - count) / (count * (count - 1.0))))
     }
+}
+
+fn present(norms: &[f64]) -> usize {
+    norms.iter().filter(|norm| **norm > 0.0).count()
+}
+
+/// `factor/norm`, and 0 where the norm is.
+fn inverse(norms: &[f64], factor: f64) -> Vec<f64> {
+    norms.iter().map(|norm| if *norm > 0.0 { factor / norm } else { 0.0 }).collect()
 }
 
 /// Signal and noise of a batch, `h_x = P·ω_x·g_task(x)` over its `P` groups.

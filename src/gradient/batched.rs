@@ -1,12 +1,14 @@
-//! The batched engine: one forward pass a group, one backward pass a component, and the products of
-//! the trajectories' task gradients read from the autograd graph of the batch.
+//! The batched engine: one forward pass for a few groups, one backward pass a component, and the
+//! gradient of every trajectory read from the autograd graph of the batch.
 //!
-//! The sums over a group come from autograd itself, whatever the model is made of. Only the Gram
-//! matrix of the rows is taken apart: at each use of a parameter the input and the arriving gradient
-//! give every row's gradient (a linear layer's is `δᵀx`), from which the products follow parameter by
-//! parameter. Its sum must be the squared norm of the group's gradient, which is checked for every
-//! group; and one row a run is recomputed by the plain engine, which tells a model that mixes the
-//! rows of a batch.
+//! The backward passes stop at the activations. What arrives at each use of a parameter, and what the
+//! use multiplied it with, give the gradient of the parameter row by row ([`factors`]): sums over a
+//! group from one product of matrices, the inner products of the rows' task gradients a slice at a
+//! time ([`row_products`]), or random projections of both ([`sketch`](super::sketch)).
+//!
+//! It checks itself. Once a run the logits of one row and its gradient, parameter by parameter, are
+//! recomputed by the plain way, which tells a model that mixes the rows of a batch; and in every batch
+//! the gradient of one parameter is taken by autograd too.
 
 use std::ops::ControlFlow;
 
@@ -14,325 +16,475 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Kind, Tensor};
 
-use super::engine::{Engine, GroupGradients, GroupResult};
-use super::factors::{self, Arrived};
-use super::gram::{GradientVector, Gram, gram};
+use super::assemble::{Assembled, Batches};
+use super::engine::{Engine, PackResult, Part};
+use super::factors::{self, ByRow};
+use super::gram::GradientVector;
+use super::pack::{Micro, Upstream};
 use super::plain::{PlainEngine, backward};
-use super::rows::{self, GroupInput, RowStats, Scorer};
-use super::split::GroupProducts;
+use super::rows::{GroupInput, RowStats, Scorer};
+use super::sketch::Projections;
 use crate::error::{Error, Result};
 use crate::native::Sites;
-use crate::objective::{self, Tokens};
 use crate::policy::{Parameter, Policy};
+
+/// Tokens times parameters up to which groups are taken together: a pass over so many is long enough
+/// that the overhead of its operations does not show.
+const PACK_WORK: usize = 1 << 31;
 
 /// Reads per-trajectory gradients from batched passes.
 #[derive(Debug)]
 pub struct BatchedEngine {
     /// Products by parameter beside those of the whole vectors.
     pub by_parameter: bool,
-    /// Padded tokens of a group beyond which the plain engine takes it.
+    /// Padded tokens of one forward pass.
     pub token_budget: usize,
     /// Whether a model that cannot be batched is an error; otherwise the plain engine takes over.
     pub strict: bool,
-    /// Chooses the row that is recomputed.
+    /// Chooses the row that is recomputed, and the signs of a sketch.
     pub seed: u64,
-    /// For groups that are not batched, and the row that is recomputed.
+    /// For models that are not batched, and the row that is recomputed.
     pub plain: PlainEngine,
+    sketch: Option<Projections>,
+    batches: u64,
     logits_checked: bool,
-    checked: bool,
-    /// Parameters that the row that was recomputed showed to need it.
+    row_checked: bool,
+    /// Parameters whose gradients the graph does not show by rows.
     by_rows: Vec<usize>,
     given_up: bool,
     notes: Vec<String>,
 }
 
-/// The parts of a group's losses: upstream gradients with respect to its logits `[n, V]`.
-struct Upstream {
-    task: Option<Tensor>,
-    kl: Option<Tensor>,
-    entropy: Tensor,
-    /// Where each row's positions start among the `n`, and their end.
-    starts: Vec<i64>,
-}
-
-/// What was taken of the task pass.
-struct Task {
-    sum: Option<GradientVector>,
-    /// `[rows, rows]` a parameter, on the CPU.
-    products: Vec<Option<Vec<f64>>>,
+/// A trial of a batch.
+enum Trial {
+    Done(Box<PackResult>),
+    /// These parameters have to be taken row by row.
+    Uncovered(Vec<usize>),
 }
 
 impl BatchedEngine {
-    /// An engine that falls back to `plain`.
-    pub fn new(plain: PlainEngine, token_budget: usize, strict: bool, seed: u64) -> Self {
+    /// An engine that falls back to `plain`. With `sketch`, so many random projections in place of
+    /// exact products.
+    pub fn new(
+        plain: PlainEngine,
+        token_budget: usize,
+        strict: bool,
+        seed: u64,
+        sketch: Option<usize>,
+    ) -> Self {
         Self {
             by_parameter: plain.by_parameter,
             token_budget,
             strict,
             seed,
             plain,
+            sketch: sketch.map(|dimensions| Projections::new(dimensions as i64, seed)),
+            batches: 0,
             logits_checked: false,
-            checked: false,
+            row_checked: false,
             by_rows: Vec::new(),
             given_up: false,
             notes: Vec::new(),
         }
     }
 
-    fn batch(&mut self, scorer: &Scorer, input: &GroupInput) -> Result<GroupResult> {
+    /// The result, after as many trials as it takes to learn which parameters go row by row.
+    fn batch(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
+        loop {
+            if inputs.len() > 1 && !self.by_rows.is_empty() {
+                return self.one_by_one(scorer, inputs);
+            }
+            match self.trial(scorer, inputs)? {
+                Trial::Done(result) => return Ok(*result),
+                Trial::Uncovered(parameters) => {
+                    self.by_rows.extend(parameters);
+                    self.note_by_rows(scorer.policy);
+                }
+            }
+        }
+    }
+
+    fn one_by_one(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
+        let mut pack = self.batch(scorer, &inputs[..1])?;
+        for at in 1..inputs.len() {
+            pack.extend(self.batch(scorer, &inputs[at..=at])?)?;
+        }
+        Ok(pack)
+    }
+
+    fn trial(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<Trial> {
         let policy = scorer.policy;
         let parameters: Vec<&Tensor> =
             policy.trainable().map(|parameter| &parameter.tensor).collect();
-        let rows = input.group.trajectories.len();
-        let batch = policy.batch_logits(&input.group.trajectories)?;
-        self.check_logits(policy, input, &batch.logits)?;
-        let (upstream, stats) = upstream(scorer, input, &batch.logits, &batch.actions)?;
-
-        let through = |upstream: &Tensor| (&batch.logits * upstream).sum(batch.logits.kind());
-        let kl =
-            upstream.kl.as_ref().map(|kl| backward(&through(kl), &parameters, true)).transpose()?;
-        let has_task = upstream.task.is_some();
-        let entropy = backward(&through(&upstream.entropy), &parameters, has_task)?;
-        let task = self.task(policy, &parameters, &batch.logits, &upstream, rows)?;
-        self.assemble(input, &parameters, task, kl, entropy, stats)
-    }
-
-    /// Compares the logits of the shortest row, which has most padding, with those that it gets
-    /// alone; once a run. Regularizer gradients are known as sums only, so that nothing later would
-    /// tell a model that mixes the rows of a batch in a group without a task gradient.
-    fn check_logits(&mut self, policy: &Policy, input: &GroupInput, logits: &Tensor) -> Result<()> {
-        let rows = &input.group.trajectories;
-        let shortest = (0..rows.len()).min_by_key(|row| rows[*row].forward_tokens());
-        let Some(shortest) = shortest.filter(|_| !self.logits_checked) else { return Ok(()) };
-        let _no_grad = tch::no_grad_guard();
-        let start: usize = rows[..shortest].iter().map(|row| row.content.len()).sum();
-        let batched = logits.narrow(0, start as i64, rows[shortest].content.len() as i64);
-        let alone = policy.response_logits(&rows[shortest])?;
-        let difference = (&batched - &alone).abs().masked_fill(&batched.eq_tensor(&alone), 0.0);
-        let difference = difference.max().double_value(&[]);
-        let finite = alone.masked_fill(&alone.isinf(), 0.0);
-        let scale = finite.abs().max().double_value(&[]).max(1.0);
-        if difference > tolerance(policy.dtype()) * scale {
-            return Err(cannot_batch(format!(
-                "in group `{}` the logits of trajectory {shortest} differ by {difference:e} between a batch and the trajectory alone: the model mixes the rows of a batch, does not heed the attention mask, or is not deterministic",
-                input.group.id
-            )));
+        let whole = Micro::new(inputs)?;
+        let chunks = if inputs.len() == 1 {
+            whole.chunks(self.token_budget)
+        } else {
+            vec![(0..whole.rows.len()).collect()]
+        };
+        let mut run = Run {
+            scorer,
+            inputs,
+            parameters: &parameters,
+            by_rows: &self.by_rows,
+            watched: self.watched(&parameters),
+            watched_task: whole.has_task(),
+            watched_gradient: None,
+            batches: Batches::new(parameters.len(), inputs.len() as i64),
+        };
+        let mut stats = vec![RowStats::default(); whole.rows.len()];
+        for chosen in &chunks {
+            let micro = whole.select(chosen);
+            let batch = policy.batch_logits(&micro.rows)?;
+            if !self.logits_checked {
+                check_logits(policy, &micro, &batch.logits, &inputs[0].group.id)?;
+                self.logits_checked = true;
+            }
+            let (upstream, found) = Upstream::new(scorer, &micro, &batch.logits, &batch.actions)?;
+            for (row, found) in chosen.iter().zip(found) {
+                stats[*row] = found;
+            }
+            if let Err(uncovered) =
+                run.micro_batch(&batch.logits, &upstream, chosen, self.sketch.as_mut())?
+            {
+                return Ok(Trial::Uncovered(uncovered));
+            }
         }
-        self.logits_checked = true;
-        Ok(())
+        let order: Vec<usize> = chunks.concat();
+        let (watched, expected) = (run.watched, run.watched_gradient.take());
+        let on_task = run.watched_task;
+        let assembled = run.batches.assemble(&parameters, &order, self.sketch.as_mut())?;
+        if let Some(expected) = expected {
+            self.compare_watched(policy, watched, &expected, on_task, &assembled)?;
+        }
+        self.batches += 1;
+        assembled
+            .into_pack(inputs, stats, self.by_parameter || !self.row_checked)
+            .map(|pack| Trial::Done(Box::new(pack)))
     }
 
-    fn task(
+    /// The parameter whose gradient is taken by autograd too, another one in each batch.
+    fn watched(&self, parameters: &[&Tensor]) -> Option<usize> {
+        let covered: Vec<usize> =
+            (0..parameters.len()).filter(|index| !self.by_rows.contains(index)).collect();
+        let mut random = ChaCha8Rng::seed_from_u64(self.seed);
+        random.set_stream(self.batches);
+        (!covered.is_empty()).then(|| covered[random.random_range(0..covered.len())])
+    }
+
+    fn compare_watched(
         &mut self,
         policy: &Policy,
-        parameters: &[&Tensor],
-        logits: &Tensor,
-        upstream: &Upstream,
-        rows: usize,
-    ) -> Result<Task> {
-        let mut products: Vec<Option<Vec<f64>>> = vec![None; parameters.len()];
-        let Some(task) = &upstream.task else { return Ok(Task { sum: None, products }) };
-        let native = |message: String| Error::torch("walking the autograd graph", &message);
-        let mut sites = Sites::find(logits, parameters).map_err(native)?;
-        let weighted = logits * task;
-        let sum = backward(&weighted.sum(logits.kind()), parameters, true)?;
-
+        watched: Option<usize>,
+        expected: &Tensor,
+        on_task: bool,
+        assembled: &Assembled,
+    ) -> Result<()> {
+        let Some(parameter) = watched else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();
-        let mut uncovered = sites.uncovered.clone();
-        uncovered.extend(self.by_rows.iter().filter(|index| !sites.uncovered.contains(index)));
-        let mut by_parameter: Vec<Vec<usize>> = vec![Vec::new(); parameters.len()];
-        for (at, site) in sites.list.iter().enumerate() {
-            by_parameter[site.parameter].push(at);
-        }
-        let mut taken: Vec<(usize, Tensor)> = Vec::new();
-        for (parameter, places) in by_parameter.into_iter().enumerate() {
-            let mut uses = Vec::with_capacity(places.len());
-            for at in places {
-                let site_use = sites.list[at].site_use;
-                if let (input, Some(delta)) = sites.take(at) {
-                    uses.push(Arrived { site_use, input, delta });
-                }
-            }
-            if uses.is_empty() || uncovered.contains(&parameter) {
-                continue;
-            }
-            match factors::products(parameters[parameter], &uses, rows as i64) {
-                Ok(matrix) => taken.push((parameter, matrix)),
-                Err(factors::NotByRow) => uncovered.push(parameter),
-            }
-        }
-        drop(sites);
-        for (parameter, matrix) in taken {
-            products[parameter] = Some(Vec::try_from(matrix.to_kind(Kind::Double).reshape([-1]))?);
-        }
-        if !uncovered.is_empty() {
-            drop(_no_grad);
-            self.note_uncovered(policy, &uncovered);
-            row_by_row(parameters, &uncovered, &weighted, &upstream.starts, &mut products)?;
-        }
-        Ok(Task { sum: Some(sum), products })
-    }
-
-    fn note_uncovered(&mut self, policy: &Policy, uncovered: &[usize]) {
-        let names: Vec<&str> = policy
-            .trainable()
-            .enumerate()
-            .filter(|(index, _)| uncovered.contains(index))
-            .map(|(_, parameter)| parameter.name())
-            .collect();
-        let note = format!(
-            "the batched engine takes {} of {} parameters row by row, at a backward pass a trajectory: {}",
-            names.len(),
-            policy.trainable().count(),
-            names.join(", ")
-        );
-        if !self.notes.contains(&note) {
-            self.notes.push(note);
-        }
-    }
-
-    fn assemble(
-        &self,
-        input: &GroupInput,
-        parameters: &[&Tensor],
-        task: Task,
-        kl: Option<GradientVector>,
-        entropy: GradientVector,
-        stats: Vec<RowStats>,
-    ) -> Result<GroupResult> {
-        let rows = input.group.trajectories.len();
-        let has_kl = kl.is_some();
-        let mut vectors = vec![task.sum.as_ref()];
-        if let Some(kl) = &kl {
-            vectors.push(Some(kl));
-        }
-        vectors.push(Some(&entropy));
-        let sums = gram(&vectors, true)?;
-        let join = |sums: &Gram, row_products: Option<&Vec<f64>>| GroupProducts {
-            rows,
-            has_kl,
-            gram: join(rows, sums, row_products),
+        let expected = widened(expected).reshape([1, -1]);
+        let (found, scale) = assembled.sum_over_groups(parameter, on_task);
+        let expected = match &self.sketch {
+            Some(projections) => projections.of(parameter, &expected),
+            None => expected,
         };
-        let by_parameter: Vec<GroupProducts> = sums
-            .iter()
-            .zip(&task.products)
-            .map(|(sums, row_products)| join(sums, row_products.as_ref()))
-            .collect();
-        let whole = GroupProducts {
-            rows,
-            has_kl,
-            gram: Gram::total(
-                rows + vectors.len() - 1,
-                by_parameter.iter().map(|products| &products.gram),
-            ),
-        };
-        if !whole.gram.is_finite() {
-            return Err(super::plain::not_finite(input));
-        }
-        debug_assert_eq!(parameters.len(), by_parameter.len());
-        self.check_sum(input, &whole, &Gram::total(vectors.len(), &sums))?;
-        Ok(GroupResult {
-            products: whole,
-            by_parameter,
-            gradients: GroupGradients { task: task.sum, kl, entropy },
-            score_norms_sq: Vec::new(),
-            stats,
-        })
-    }
-
-    /// Σ_ij K_ij is the squared norm of the sum that autograd gives.
-    fn check_sum(&self, input: &GroupInput, whole: &GroupProducts, sums: &Gram) -> Result<()> {
-        let ones: Vec<f64> =
-            (0..whole.gram.len()).map(|index| f64::from(index < whole.rows)).collect();
-        let (found, expected) = (whole.gram.norm_sq(&ones), sums.get(0, 0));
-        let scale: f64 = (0..whole.rows).map(|row| whole.gram.get(row, row)).sum();
-        if (found - expected).abs() <= SUM_TOLERANCE * scale.max(expected) {
+        let difference = (found.reshape([-1]) - expected.reshape([-1])).norm().double_value(&[]);
+        let scale = scale.max(expected.norm().double_value(&[]));
+        if difference <= 10.0 * tolerance(policy.dtype()) * scale {
             return Ok(());
         }
+        let name = policy.trainable().nth(parameter).map_or("", Parameter::name);
         Err(cannot_batch(format!(
-            "in group `{}` the rows' gradients add up to a squared norm of {found:e}, and the gradient of the group has {expected:e}",
-            input.group.id
+            "the gradient of `{name}` over a batch differs by {difference:e} from that of autograd, of norm {scale:e}"
         )))
     }
 
+    fn note_by_rows(&mut self, policy: &Policy) {
+        let names: Vec<&str> = policy
+            .trainable()
+            .enumerate()
+            .filter(|(index, _)| self.by_rows.contains(index))
+            .map(|(_, parameter)| parameter.name())
+            .collect();
+        let count = policy.trainable().count();
+        self.notes.retain(|note| !note.contains(" parameters row by row, "));
+        self.notes.push(format!(
+            "the batched engine takes {} of {count} parameters row by row, at a forward and a backward pass a trajectory: {}",
+            names.len(),
+            names.join(", ")
+        ));
+    }
+
+    /// A batch one of whose rows has been compared with its plain gradient, if none was before.
+    /// Parameters that deviate are taken row by row from then on, unless that does not help.
+    fn checked_batch(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
+        let mut result = self.batch(scorer, inputs)?;
+        let mut last = false;
+        while !self.row_checked {
+            let Some((row, deviations)) = self.deviations(scorer, inputs, &result)? else { break };
+            let Some(worst) = deviations.first() else {
+                self.row_checked = true;
+                break;
+            };
+            let name = scorer.policy.trainable().nth(worst.parameter).map_or("", Parameter::name);
+            if last || deviations.iter().any(|found| self.by_rows.contains(&found.parameter)) {
+                return Err(cannot_batch(format!(
+                    "the gradient of `{name}` for trajectory {row} has squared norm {:e} alone and {:e} in a batch: the model mixes the rows of a batch, or is not deterministic",
+                    worst.alone, worst.batched
+                )));
+            }
+            self.by_rows.extend(deviations.iter().map(|found| found.parameter));
+            self.note_by_rows(scorer.policy);
+            result = self.batch(scorer, inputs)?;
+            last = true;
+        }
+        Ok(result)
+    }
+
     /// Recomputes one row by the plain way, and returns the parameters for which its gradient has
-    /// another norm than in the batch, with both squares; `None` if no row has a gradient.
+    /// another norm than in the batch; `None` if no row has a gradient.
     fn deviations(
         &self,
         scorer: &Scorer,
-        input: &GroupInput,
-        result: &GroupResult,
-    ) -> Result<Option<Vec<Deviation>>> {
-        let gram = &result.products.gram;
-        let candidates: Vec<usize> =
-            (0..result.products.rows).filter(|row| gram.get(*row, *row) > 0.0).collect();
+        inputs: &[GroupInput],
+        result: &PackResult,
+    ) -> Result<Option<(usize, Vec<Deviation>)>> {
+        let candidates: Vec<(usize, usize)> = result
+            .groups
+            .iter()
+            .enumerate()
+            .flat_map(|(group, result)| (0..result.products.rows).map(move |row| (group, row)))
+            .filter(|(group, row)| result.groups[*group].products.gram.get(*row, *row) > 0.0)
+            .collect();
         if candidates.is_empty() {
             return Ok(None);
         }
         let mut random = ChaCha8Rng::seed_from_u64(self.seed);
-        let row = candidates[random.random_range(0..candidates.len())];
+        let (group, row) = candidates[random.random_range(0..candidates.len())];
         let parameters: Vec<&Tensor> =
             scorer.policy.trainable().map(|parameter| &parameter.tensor).collect();
-        let losses = scorer.losses(input, row)?;
+        let losses = scorer.losses(&inputs[group], row)?;
         let gradient = backward(&losses.task, &parameters, false)?;
+        let _no_grad = tch::no_grad_guard();
+        let gradient: GradientVector = match &self.sketch {
+            None => gradient,
+            Some(projections) => gradient
+                .iter()
+                .enumerate()
+                .map(|(parameter, gradient)| projections.of(parameter, &gradient.reshape([1, -1])))
+                .collect(),
+        };
         let plain = super::gram::gram(&[Some(&gradient)], true)?;
         let scale: f64 = plain.iter().map(|gram| gram.get(0, 0)).sum();
         let tolerance = tolerance(scorer.policy.dtype());
-        Ok(Some(
-            plain
-                .iter()
-                .zip(&result.by_parameter)
-                .enumerate()
-                .map(|(parameter, (plain, batched))| Deviation {
-                    parameter,
-                    row,
-                    alone: plain.get(0, 0),
-                    batched: batched.gram.get(row, row),
-                })
-                .filter(|found| (found.alone - found.batched).abs() > tolerance * scale)
-                .collect(),
-        ))
-    }
-
-    /// A batch whose rows have been compared with one that was recomputed. Parameters that deviate
-    /// are taken row by row from then on: their layer may lay the batch out otherwise. What deviates
-    /// even so is the model's doing.
-    fn checked_batch(&mut self, scorer: &Scorer, input: &GroupInput) -> Result<GroupResult> {
-        let result = self.batch(scorer, input)?;
-        if self.checked {
-            return Ok(result);
-        }
-        let Some(deviations) = self.deviations(scorer, input, &result)? else { return Ok(result) };
-        self.checked = true;
-        if deviations.is_empty() {
-            return Ok(result);
-        }
-        self.by_rows.extend(deviations.iter().map(|found| found.parameter));
-        let result = self.batch(scorer, input)?;
-        match self.deviations(scorer, input, &result)?.unwrap_or_default().first() {
-            None => Ok(result),
-            Some(found) => Err(cannot_batch(format!(
-                "in group `{}` the squared gradient norm of trajectory {} for parameter `{}` is {:e} in a batch and {:e} alone: the model mixes the rows of a batch, or is not deterministic",
-                input.group.id,
-                found.row,
-                scorer.policy.trainable().nth(found.parameter).map_or("", Parameter::name),
-                found.batched,
-                found.alone
-            ))),
-        }
+        let mut deviations: Vec<Deviation> = plain
+            .iter()
+            .zip(&result.groups[group].by_parameter)
+            .enumerate()
+            .map(|(parameter, (plain, batched))| Deviation {
+                parameter,
+                alone: plain.get(0, 0),
+                batched: batched.gram.get(row, row),
+            })
+            .filter(|found| found.size() > tolerance * scale)
+            .collect();
+        deviations.sort_by(|a, b| b.size().total_cmp(&a.size()));
+        Ok(Some((row, deviations)))
     }
 }
 
-/// A parameter whose gradient of one row differs between a batch and the row alone.
+/// A parameter whose gradient is another in a batch than alone.
 struct Deviation {
     parameter: usize,
-    row: usize,
     alone: f64,
     batched: f64,
 }
 
-/// How far the sum of the rows may lie from the gradient of the group, relative to their squares.
-const SUM_TOLERANCE: f64 = 1e-3;
+impl Deviation {
+    fn size(&self) -> f64 {
+        (self.alone - self.batched).abs()
+    }
+}
+
+/// One trial of a pack, micro-batch after micro-batch.
+struct Run<'a> {
+    scorer: &'a Scorer<'a>,
+    inputs: &'a [GroupInput<'a>],
+    parameters: &'a [&'a Tensor],
+    by_rows: &'a [usize],
+    watched: Option<usize>,
+    /// Whether the watched gradient is of the task, or of the last part of the regularizer.
+    watched_task: bool,
+    watched_gradient: Option<Tensor>,
+    batches: Batches,
+}
+
+impl Run<'_> {
+    /// The passes of one micro-batch; parameters that have to be taken row by row as an error.
+    fn micro_batch(
+        &mut self,
+        logits: &Tensor,
+        upstream: &Upstream,
+        chosen: &[usize],
+        mut sketch: Option<&mut Projections>,
+    ) -> Result<std::result::Result<(), Vec<usize>>> {
+        let native = |message: String| Error::torch("walking the autograd graph", &message);
+        let mut sites = Sites::find(logits, self.parameters).map_err(native)?;
+        let new: Vec<usize> =
+            sites.uncovered.iter().copied().filter(|index| !self.by_rows.contains(index)).collect();
+        if !new.is_empty() {
+            return Ok(Err(new));
+        }
+        let parts = self.scorer_parts(upstream);
+        let task = upstream.task()?;
+        let rows = chosen.len() as i64;
+        for (at, part) in parts.iter().enumerate() {
+            let last = task.is_none() && at + 1 == parts.len();
+            let watch = !self.watched_task && at + 1 == parts.len();
+            let whole =
+                self.pass(&mut sites, logits, &upstream.part(*part)?, !last, watch, true)?;
+            let uses = match self.uses(&mut sites, rows, last) {
+                Ok(uses) => uses,
+                Err(parameter) => return Ok(Err(vec![parameter])),
+            };
+            self.batches.add_part(*part, uses, whole, self.parameters, sketch.as_deref_mut());
+        }
+        let Some(task) = task else { return Ok(Ok(())) };
+        self.pass(&mut sites, logits, &task, false, self.watched_task, false)?;
+        let mut uses = match self.uses(&mut sites, rows, true) {
+            Ok(uses) => uses,
+            Err(parameter) => return Ok(Err(vec![parameter])),
+        };
+        drop(sites);
+        self.take_row_by_row(chosen, &mut uses)?;
+        self.batches.add_task(uses, rows, self.parameters, sketch);
+        Ok(Ok(()))
+    }
+
+    fn scorer_parts(&self, upstream: &Upstream) -> Vec<Part> {
+        upstream.parts(self.scorer.components)
+    }
+
+    /// A backward pass as far as the uses; returns the whole gradients of the parameters that are
+    /// taken row by row, if `whole`.
+    fn pass(
+        &mut self,
+        sites: &mut Sites,
+        logits: &Tensor,
+        gradient: &Tensor,
+        keep_graph: bool,
+        watch: bool,
+        whole: bool,
+    ) -> Result<Vec<(usize, Option<Tensor>)>> {
+        let mut wanted: Vec<usize> = if whole { self.by_rows.to_vec() } else { Vec::new() };
+        let watched = self.watched.filter(|_| watch);
+        wanted.extend(watched);
+        let tensors: Vec<&Tensor> = wanted.iter().map(|index| self.parameters[*index]).collect();
+        let mut found: Vec<(usize, Option<Tensor>)> = wanted
+            .iter()
+            .copied()
+            .zip(
+                sites
+                    .backward(logits, gradient, keep_graph, &tensors)
+                    .map_err(|message| Error::torch("a backward pass", &message))?,
+            )
+            .collect();
+        if watched.is_some()
+            && let Some((_, Some(gradient))) = found.pop()
+        {
+            let _no_grad = tch::no_grad_guard();
+            let gradient = widened(&dense(gradient)?);
+            self.watched_gradient = Some(match self.watched_gradient.take() {
+                Some(sum) => sum + gradient,
+                None => gradient,
+            });
+        }
+        found
+            .into_iter()
+            .map(|(index, gradient)| {
+                Ok((index, gradient.map(dense).transpose()?.map(|gradient| widened(&gradient))))
+            })
+            .collect()
+    }
+
+    /// What the last pass left at the uses, by parameter; a parameter that it does not show by rows
+    /// as an error.
+    fn uses(
+        &self,
+        sites: &mut Sites,
+        rows: i64,
+        last: bool,
+    ) -> std::result::Result<Vec<Vec<ByRow>>, usize> {
+        let _no_grad = tch::no_grad_guard();
+        let mut uses: Vec<Vec<ByRow>> = self.parameters.iter().map(|_| Vec::new()).collect();
+        for at in 0..sites.list.len() {
+            let parameter = sites.list[at].parameter;
+            let (input, Some(delta)) = sites.take(at, last) else { continue };
+            if self.by_rows.contains(&parameter) {
+                continue;
+            }
+            let size = self.parameters[parameter].size();
+            let found = factors::by_row(sites, at, input, delta, rows, &size);
+            uses[parameter].push(found.map_err(|factors::NotByRow| parameter)?);
+        }
+        Ok(uses)
+    }
+
+    /// Task gradients of parameters that the graph does not show by rows: each row alone.
+    fn take_row_by_row(&self, chosen: &[usize], uses: &mut [Vec<ByRow>]) -> Result<()> {
+        if self.by_rows.is_empty() {
+            return Ok(());
+        }
+        let some: Vec<&Tensor> = self.by_rows.iter().map(|index| self.parameters[*index]).collect();
+        let gradients = chosen
+            .iter()
+            .map(|row| backward(&self.scorer.losses(&self.inputs[0], *row)?.task, &some, false))
+            .collect::<Result<Vec<GradientVector>>>()?;
+        let _no_grad = tch::no_grad_guard();
+        for (at, parameter) in self.by_rows.iter().enumerate() {
+            let rows: Vec<Tensor> =
+                gradients.iter().map(|gradient| gradient[at].reshape([-1])).collect();
+            uses[*parameter] = vec![ByRow::Formed(Tensor::f_stack(&rows, 0)?)];
+        }
+        Ok(())
+    }
+}
+
+fn dense(gradient: Tensor) -> Result<Tensor> {
+    Ok(if gradient.is_sparse() { gradient.f_to_dense(None, false)? } else { gradient })
+}
+
+/// Half precision would lose the small terms of a long sum.
+fn widened(tensor: &Tensor) -> Tensor {
+    match tensor.kind() {
+        Kind::Half | Kind::BFloat16 => tensor.to_kind(Kind::Float),
+        _ => tensor.shallow_clone(),
+    }
+}
+
+/// Compares the logits of the shortest row, which has most padding, with those that it gets alone.
+/// Regularizer gradients are known as sums only, so that nothing later would tell a model that mixes
+/// the rows of a batch in a group without a task gradient.
+fn check_logits(policy: &Policy, micro: &Micro, logits: &Tensor, group: &str) -> Result<()> {
+    let rows = &micro.rows;
+    let shortest = (0..rows.len()).min_by_key(|row| rows[*row].forward_tokens());
+    let Some(shortest) = shortest else { return Ok(()) };
+    let _no_grad = tch::no_grad_guard();
+    let start: usize = rows[..shortest].iter().map(|row| row.content.len()).sum();
+    let batched = logits.narrow(0, start as i64, rows[shortest].content.len() as i64);
+    let alone = policy.response_logits(rows[shortest])?;
+    let difference = (&batched - &alone).abs().masked_fill(&batched.eq_tensor(&alone), 0.0);
+    let difference = difference.max().double_value(&[]);
+    let finite = alone.masked_fill(&alone.isinf(), 0.0);
+    let scale = finite.abs().max().double_value(&[]).max(1.0);
+    if difference > tolerance(policy.dtype()) * scale {
+        return Err(cannot_batch(format!(
+            "from group `{group}` on, the logits of line {} differ by {difference:e} between a batch and the trajectory alone: the model mixes the rows of a batch, does not heed the attention mask, or is not deterministic",
+            rows[shortest].line
+        )));
+    }
+    Ok(())
+}
 
 /// What rounding may do to a number that a batch and a row alone compute in different orders.
 fn tolerance(kind: Kind) -> f64 {
@@ -353,44 +505,50 @@ fn cannot_batch(problem: String) -> Error {
 }
 
 impl Engine for BatchedEngine {
-    fn group(
+    fn pack(&self, policy: &Policy, groups: &[(usize, usize)]) -> usize {
+        if self.given_up || self.plain.scores || !self.by_rows.is_empty() {
+            return 1;
+        }
+        let weights: usize =
+            policy.parameters().iter().map(|parameter| parameter.tensor.numel()).sum();
+        let (mut rows, mut longest) = (0, 0);
+        let fit = groups.iter().take_while(|(size, tokens)| {
+            longest = longest.max(*tokens);
+            rows += size;
+            let padded = rows * longest;
+            *size == groups[0].0 && padded <= self.token_budget && padded * weights <= PACK_WORK
+        });
+        fit.count().max(1)
+    }
+
+    fn groups(
         &mut self,
         scorer: &Scorer,
-        input: &GroupInput,
+        inputs: &[GroupInput],
         tick: &mut dyn FnMut() -> ControlFlow<()>,
-    ) -> Result<Option<GroupResult>> {
-        let rows = &input.group.trajectories;
-        let longest = rows.iter().map(|row| row.forward_tokens()).max().unwrap_or(0);
-        let too_large = rows.len() * longest > self.token_budget;
+    ) -> Result<Option<PackResult>> {
         // Scores of rows of advantage 0 take passes of their own.
-        if self.given_up || self.plain.scores || too_large {
-            if too_large && !self.given_up {
-                let note = format!(
-                    "groups of more than {} padded tokens are taken row by row (decomposition.token_budget)",
-                    self.token_budget
-                );
-                if !self.notes.contains(&note) {
-                    self.notes.push(note);
-                }
-            }
-            return self.plain.group(scorer, input, tick);
+        if self.given_up || self.plain.scores {
+            return self.plain.groups(scorer, inputs, tick);
         }
-        let mut result = match self.checked_batch(scorer, input) {
+        let mut result = match self.checked_batch(scorer, inputs) {
             Ok(result) => result,
             Err(Error::Config { problem, .. }) if !self.strict => {
                 self.notes.push(format!("{problem}; this run does"));
                 self.given_up = true;
-                return self.plain.group(scorer, input, tick);
+                return self.plain.groups(scorer, inputs, tick);
             }
             Err(error) => return Err(error),
         };
-        for _ in rows {
-            if tick().is_break() {
-                return Ok(None);
+        for group in &mut result.groups {
+            if !self.by_parameter {
+                group.by_parameter.clear();
             }
-        }
-        if !self.by_parameter {
-            result.by_parameter.clear();
+            for _ in 0..group.products.rows {
+                if tick().is_break() {
+                    return Ok(None);
+                }
+            }
         }
         Ok(Some(result))
     }
@@ -398,134 +556,4 @@ impl Engine for BatchedEngine {
     fn notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
-}
-
-/// The losses of a group on its logits, differentiated in closed form as far as the logits, so that
-/// no softmax is taped.
-fn upstream(
-    scorer: &Scorer,
-    input: &GroupInput,
-    logits: &Tensor,
-    actions: &Tensor,
-) -> Result<(Upstream, Vec<RowStats>)> {
-    let _no_grad = tch::no_grad_guard();
-    let trajectories = &input.group.trajectories;
-    let log_probs = objective::log_probs(&logits.detach(), scorer.temperature);
-    let (device, kind) = (log_probs.device(), log_probs.kind());
-    let length = input.advantages.size()[1];
-    // Where each of the n positions lies in [G, T].
-    let mut starts = vec![0];
-    let mut places: Vec<i64> = Vec::new();
-    for (row, trajectory) in trajectories.iter().enumerate() {
-        let start = row as i64 * length;
-        places.extend(start..start + trajectory.content.len() as i64);
-        starts.push(places.len() as i64);
-    }
-    let places = Tensor::from_slice(&places).to_device(device);
-    let shape = [trajectories.len() as i64, length];
-    let spread = |flat: &Tensor| {
-        Tensor::zeros([shape[0] * shape[1]], (flat.kind(), device))
-            .index_copy(0, &places, flat)
-            .reshape(shape)
-    };
-    let gather = |padded: &Tensor| padded.reshape([-1]).index_select(0, &places);
-
-    let logp = spread(&objective::gather(&log_probs, actions)?);
-    let entropy = spread(&objective::entropy(&log_probs));
-    let tokens = Tokens {
-        old_logp: scorer.old_rows(trajectories, &logp),
-        ref_logp: scorer.reference_rows(trajectories, &logp)?,
-        sampler_logp: rows::padded_like(trajectories, &logp, |row| row.sampler_logprobs.as_deref()),
-        advantages: input.advantages.to_kind(kind).to_device(device),
-        mask: input.weights.mask().to_device(device),
-        logp,
-    }
-    .masked()?;
-    let task = scorer.algorithm.task(&tokens);
-    let kl = scorer.algorithm.kl(&tokens);
-    let stats = scorer.stats(&tokens, &task, kl.as_ref(), &entropy)?;
-    let stats = stats
-        .into_iter()
-        .enumerate()
-        .map(|(row, stats)| rows::finite(stats, input, row))
-        .collect::<Result<Vec<RowStats>>>()?;
-
-    let weights = input.weights.per_token(kind).to_device(device);
-    let temperature = scorer.temperature;
-    let of_slope = |slope: &Tensor| {
-        objective::logit_gradient(
-            &log_probs,
-            actions,
-            &gather(&(slope * &weights)),
-            None,
-            temperature,
-        )
-        .map(|gradient| gradient.to_kind(logits.kind()))
-    };
-    let has_task = tokens.advantages.ne(0.0).any().int64_value(&[]) != 0;
-    let minus_weights = gather(&-&weights);
-    let entropy = objective::logit_gradient(
-        &log_probs,
-        actions,
-        &minus_weights.zeros_like(),
-        Some(&minus_weights),
-        temperature,
-    )?;
-    let upstream = Upstream {
-        task: has_task.then(|| of_slope(&task.slope)).transpose()?,
-        kl: kl.as_ref().map(|kl| of_slope(&kl.slope)).transpose()?,
-        entropy: entropy.to_kind(logits.kind()),
-        starts,
-    };
-    Ok((upstream, stats))
-}
-
-/// Products of parameters that the graph does not show by rows: a backward pass a row, as far as
-/// these parameters.
-fn row_by_row(
-    parameters: &[&Tensor],
-    uncovered: &[usize],
-    weighted: &Tensor,
-    starts: &[i64],
-    products: &mut [Option<Vec<f64>>],
-) -> Result<()> {
-    let some: Vec<&Tensor> = uncovered.iter().map(|index| parameters[*index]).collect();
-    let gradients = starts
-        .windows(2)
-        .map(|pair| {
-            let loss = weighted.narrow(0, pair[0], pair[1] - pair[0]).sum(weighted.kind());
-            backward(&loss, &some, true)
-        })
-        .collect::<Result<Vec<GradientVector>>>()?;
-    let vectors: Vec<Option<&GradientVector>> = gradients.iter().map(Some).collect();
-    for (index, gram) in uncovered.iter().zip(gram(&vectors, true)?) {
-        let n = gram.len();
-        products[*index] = Some((0..n * n).map(|at| gram.get(at / n, at % n)).collect());
-    }
-    Ok(())
-}
-
-/// The matrix of rows and regularizers from the products of the rows and those of the sums. Of the
-/// products of a row with a regularizer only their sum is ever used; each gets an equal part.
-fn join(rows: usize, sums: &Gram, row_products: Option<&Vec<f64>>) -> Gram {
-    let others = sums.len() - 1;
-    let mut joined = Gram::zeros(rows + others);
-    if let Some(row_products) = row_products {
-        for i in 0..rows {
-            for j in 0..rows {
-                joined.set(i, j, row_products[i * rows + j]);
-            }
-        }
-    }
-    for a in 0..others {
-        for b in 0..others {
-            joined.set(rows + a, rows + b, sums.get(a + 1, b + 1));
-        }
-        for row in 0..rows {
-            let part = sums.get(0, a + 1) / rows as f64;
-            joined.set(row, rows + a, part);
-            joined.set(rows + a, row, part);
-        }
-    }
-    joined
 }

@@ -1,259 +1,300 @@
-//! Inner products of per-trajectory gradients from what the uses of a parameter give: for a matrix,
-//! the sum over tokens of outer products `u ⊗ v`.
+//! The gradient of a parameter by rows, from what a use of it gives: for a linear layer the sum over
+//! tokens of outer products `u ⊗ v`, which need not be formed.
 
 use tch::{Kind, Tensor};
 
-use crate::native::Use;
-use crate::objective::precise;
+use crate::native::{Convolution, Layout, Site, Sites, Use};
 
-/// Elements of per-trajectory gradients that are held at a time.
-const CHUNK: i64 = 1 << 22;
+/// Elements of gradients by rows that one use may take where they have to be formed.
+const FORMED: i64 = 1 << 28;
+/// Elements up to which the gradient of an embedding is formed: below it costs less than finding
+/// the pairs of equal tokens.
+const FORMED_EMBEDDING: i64 = 1 << 22;
 
-/// From this height on a matrix is a vocabulary's.
-const LARGE: i64 = 8192;
-
-/// One use of a parameter in a batch of `rows` trajectories, after the backward pass.
-pub(super) struct Arrived {
-    pub site_use: Use,
-    pub input: Option<Tensor>,
-    pub delta: Tensor,
-}
-
-/// Why a use cannot be taken apart by trajectories: its tensors are not rows × tokens.
+/// Why a use cannot be taken apart by trajectories: its tensors are not rows × tokens, or it would
+/// take too much memory.
 #[derive(Debug)]
 pub(super) struct NotByRow;
 
+/// The gradient of a parameter `[height, width]` (of any other shape, its first dimension and the
+/// rest) that one use brings to each row.
+pub(super) enum ByRow {
+    /// The sum over tokens of `left ⊗ right`.
+    Outer {
+        /// `[rows, tokens, height]`
+        left: Tensor,
+        /// `[rows, tokens, width]`
+        right: Tensor,
+    },
+    /// The sum over tokens of `right` added at the row of the parameter that the token picks.
+    Picked {
+        /// `[rows, tokens]` int64
+        picked: Tensor,
+        /// `[rows, tokens, width]`
+        right: Tensor,
+    },
+    /// The gradients themselves, `[rows, height·width]`.
+    Formed(Tensor),
+}
+
+/// `height` and `width` of a parameter.
+pub(super) fn height_and_width(size: &[i64]) -> (i64, i64) {
+    match size {
+        [] => (1, 1),
+        [width] => (1, *width),
+        [height, rest @ ..] => (*height, rest.iter().product()),
+    }
+}
+
+/// What use `at` gives to each of `rows` rows, from its input and the gradient that arrived.
+pub(super) fn by_row(
+    sites: &Sites,
+    at: usize,
+    input: Option<Tensor>,
+    delta: Tensor,
+    rows: i64,
+    size: &[i64],
+) -> Result<ByRow, NotByRow> {
+    let site = &sites.list[at];
+    let (input, delta) = (input.map(widened), widened(delta));
+    let need = || input.as_ref().ok_or(NotByRow);
+    let found = match &site.site_use {
+        Use::Linear => linear(site, need()?, &delta, rows)?,
+        Use::Embedding { padding_idx } => embedding(site, need()?, &delta, *padding_idx, rows)?,
+        Use::Elementwise => {
+            ByRow::Formed(summed(&(&delta * need()?), &delta.size(), &site.sizes, rows)?)
+        }
+        Use::Bias => ByRow::Formed(summed(&delta, &delta.size(), &site.sizes, rows)?),
+        Use::Batched => ByRow::Formed(batched(need()?, &delta, rows)?),
+        Use::Convolution(convolution) => convolve(need()?, &delta, convolution, size, rows)?,
+        Use::ChannelBias => ByRow::Formed(channel_bias(&delta, rows)?),
+    };
+    laid_out(sites, at, found, rows, size)
+}
+
+/// Half precision would lose the small terms of a long sum.
+fn widened(tensor: Tensor) -> Tensor {
+    match tensor.kind() {
+        Kind::Half | Kind::BFloat16 => tensor.to_kind(Kind::Float),
+        _ => tensor,
+    }
+}
+
 /// `[rows, tokens, width]` of a tensor whose leading dimensions run over trajectories and tokens.
-fn by_row(tensor: &Tensor, rows: i64, width: i64) -> Result<Tensor, NotByRow> {
+fn tokens(tensor: &Tensor, rows: i64, width: i64) -> Result<Tensor, NotByRow> {
     let count = tensor.numel() as i64;
-    if width == 0 || count % (rows * width) != 0 || count == 0 {
+    if width == 0 || count == 0 || count % (rows * width) != 0 {
         return Err(NotByRow);
     }
     Ok(tensor.reshape([rows, count / (rows * width), width]))
 }
 
-/// The products `[rows, rows]`, float64 on the device, of the gradients of one parameter, whose uses
-/// are added before any product is taken.
-pub(super) fn products(
-    parameter: &Tensor,
-    uses: &[Arrived],
-    rows: i64,
-) -> Result<Tensor, NotByRow> {
-    let size = parameter.size();
-    match size.as_slice() {
-        [width] => {
-            let mut sum = Tensor::zeros([rows, *width], (parameter.kind(), parameter.device()));
-            for arrived in uses {
-                let delta = by_row(&arrived.delta, rows, *width)?;
-                sum += match (arrived.site_use, &arrived.input) {
-                    (Use::Bias, _) => delta.sum_dim_intlist(1, false, delta.kind()),
-                    (Use::Elementwise, Some(input)) if input.size() == arrived.delta.size() => {
-                        let input = by_row(input, rows, *width)?;
-                        (delta * input).sum_dim_intlist(1, false, sum.kind())
-                    }
-                    _ => return Err(NotByRow),
-                };
-            }
-            let sum = sum.to_kind(precise(sum.device()));
-            Ok(sum.mm(&sum.tr()))
-        }
-        [height, width] => matrix_products(*height, *width, uses, rows),
-        _ => Err(NotByRow),
+fn last(size: &[i64]) -> Result<i64, NotByRow> {
+    size.last().copied().ok_or(NotByRow)
+}
+
+/// `left ⊗ right`, left along the first dimension of what the use sees.
+fn linear(site: &Site, input: &Tensor, delta: &Tensor, rows: i64) -> Result<ByRow, NotByRow> {
+    let (inward, outward) = (last(&input.size())?, last(&delta.size())?);
+    if site.sizes.iter().product::<i64>() != inward * outward {
+        return Err(NotByRow);
     }
-}
-
-/// Tokens of one use as factors of outer products: `u [rows, tokens, height]`, or the row that a
-/// token picks, and `v [rows, tokens, width]`.
-enum Left {
-    Dense(Tensor),
-    Picked(Tensor),
-}
-
-struct Factors {
-    left: Left,
-    right: Tensor,
-}
-
-fn factors(height: i64, width: i64, arrived: &Arrived, rows: i64) -> Result<Factors, NotByRow> {
-    let input = arrived.input.as_ref().ok_or(NotByRow)?;
-    match arrived.site_use {
-        Use::Linear { transposed } => {
-            let (left, right) =
-                if transposed { (&arrived.delta, input) } else { (input, &arrived.delta) };
-            let (left, right) = (by_row(left, rows, height)?, by_row(right, rows, width)?);
-            if left.size()[1] != right.size()[1] {
-                return Err(NotByRow);
-            }
-            Ok(Factors { left: Left::Dense(left), right })
-        }
-        Use::Embedding { padding_idx } => {
-            let right = by_row(&arrived.delta, rows, width)?;
-            let picked = by_row(input, rows, 1)?.squeeze_dim(-1);
-            if picked.size()[1] != right.size()[1] {
-                return Err(NotByRow);
-            }
-            // The padding row gets no gradient.
-            let right = if padding_idx >= 0 {
-                right.masked_fill(&picked.eq(padding_idx).unsqueeze(-1), 0.0)
-            } else {
-                right
-            };
-            Ok(Factors { left: Left::Picked(picked), right })
-        }
-        Use::Elementwise | Use::Bias => Err(NotByRow),
+    let (left, right) = (tokens(input, rows, inward)?, tokens(delta, rows, outward)?);
+    if left.size()[1] != right.size()[1] {
+        return Err(NotByRow);
     }
+    Ok(ByRow::Outer { left, right })
 }
 
-fn matrix_products(
-    height: i64,
-    width: i64,
-    uses: &[Arrived],
+fn embedding(
+    site: &Site,
+    ids: &Tensor,
+    delta: &Tensor,
+    padding_idx: i64,
     rows: i64,
-) -> Result<Tensor, NotByRow> {
-    let factors = uses
-        .iter()
-        .map(|arrived| factors(height, width, arrived, rows))
-        .collect::<Result<Vec<Factors>, NotByRow>>()?;
-    // Tokens that bring no gradient, as those of the prompt to the head of a language model, are
-    // left out where a matrix is so large that looking for them pays.
-    let sparse = height >= LARGE;
-    let factors: Vec<Tokens> =
-        factors.into_iter().map(|factors| Tokens::new(factors, sparse)).collect();
-    let tokens: i64 = factors.iter().map(|tokens| tokens.right.size()[0]).sum();
-    let dense = factors.iter().all(|tokens| matches!(tokens.left, Left::Dense(_)));
-    let through_tokens = tokens * tokens * (height + width);
-    let through_weights = tokens * height * width + rows * rows * height * width;
-    if dense && !sparse && through_weights <= through_tokens {
-        Ok(through_gradients(height, width, &factors, rows))
+) -> Result<ByRow, NotByRow> {
+    let (height, width) = height_and_width(&site.sizes);
+    let right = tokens(delta, rows, width)?;
+    let picked = tokens(ids, rows, 1)?.squeeze_dim(-1);
+    if picked.size()[1] != right.size()[1] {
+        return Err(NotByRow);
+    }
+    // The padding row gets no gradient.
+    let right = if padding_idx >= 0 {
+        right.masked_fill(&picked.eq(padding_idx).unsqueeze(-1), 0.0)
     } else {
-        Ok(through_token_pairs(&factors, rows))
+        right
+    };
+    if site.layout == Layout::Same && rows * height * width > FORMED_EMBEDDING {
+        return Ok(ByRow::Picked { picked, right });
     }
+    picked_formed(&picked, &right, height).map(ByRow::Formed)
 }
 
-/// All tokens of one use in one list, each with its trajectory.
-struct Tokens {
-    left: Left,
-    /// `[tokens, width]`
-    right: Tensor,
-    /// `[tokens]` int64, the trajectory of each.
-    owner: Tensor,
+/// The gradients `[rows, height·width]` that picked tokens add up to.
+pub(super) fn picked_formed(
+    picked: &Tensor,
+    right: &Tensor,
+    height: i64,
+) -> Result<Tensor, NotByRow> {
+    let (rows, width) = (right.size()[0], last(&right.size())?);
+    if rows * height * width > FORMED {
+        return Err(NotByRow);
+    }
+    let first = Tensor::arange(rows, (Kind::Int64, right.device())) * height;
+    let index = (picked + first.unsqueeze(1)).reshape([-1]);
+    let formed = Tensor::zeros([rows * height, width], (right.kind(), right.device())).index_add(
+        0,
+        &index,
+        &right.reshape([-1, width]),
+    );
+    Ok(formed.reshape([rows, height * width]))
 }
 
-impl Tokens {
-    fn new(factors: Factors, sparse: bool) -> Self {
-        let size = factors.right.size();
-        let (rows, per_row, width) = (size[0], size[1], size[2]);
-        let device = factors.right.device();
-        let owner = Tensor::arange(rows, (Kind::Int64, device))
-            .unsqueeze(1)
-            .expand([rows, per_row], false)
-            .reshape([-1]);
-        let flat = |tensor: &Tensor| {
-            let size = tensor.size();
-            match size.get(2) {
-                Some(last) => tensor.reshape([rows * per_row, *last]),
-                None => tensor.reshape([-1]),
+/// `[rows, numel of sizes]`: per row the sum of a gradient of `shape`, whose first dimension runs
+/// over rows first, to the sizes that were broadcast to it.
+fn summed(gradient: &Tensor, shape: &[i64], sizes: &[i64], rows: i64) -> Result<Tensor, NotByRow> {
+    let (Some(first), true) = (shape.first(), gradient.size() == shape) else {
+        return Err(NotByRow);
+    };
+    let spread = sizes.len() < shape.len() || sizes.first() == Some(&1);
+    if first % rows != 0 || !spread || sizes.len() > shape.len() {
+        return Err(NotByRow);
+    }
+    let mut split = vec![rows, first / rows];
+    split.extend(&shape[1..]);
+    // Ones in front of the sizes, and the rows before them.
+    let mut target = vec![1; split.len()];
+    target[0] = rows;
+    let start = split.len() - sizes.len();
+    if start > 1 {
+        target[start..].copy_from_slice(sizes);
+    } else {
+        target[2..].copy_from_slice(&sizes[1..]);
+    }
+    Ok(gradient.reshape(&split).sum_to_size(&target).reshape([rows, -1]))
+}
+
+/// `[rows, E·in·out]` of inputs `[E, n, in]` and gradients `[E, n, out]`, n over rows first.
+fn batched(input: &Tensor, delta: &Tensor, rows: i64) -> Result<Tensor, NotByRow> {
+    let (input_size, delta_size) = (input.size(), delta.size());
+    let ([batch, count, inward], [other, same, outward]) =
+        (input_size.as_slice(), delta_size.as_slice())
+    else {
+        return Err(NotByRow);
+    };
+    if batch != other || count != same || count % rows != 0 {
+        return Err(NotByRow);
+    }
+    if rows * batch * inward * outward > FORMED {
+        return Err(NotByRow);
+    }
+    let split = |tensor: &Tensor, width: i64| {
+        tensor.reshape([*batch, rows, count / rows, width]).transpose(0, 1).reshape([
+            rows * batch,
+            count / rows,
+            width,
+        ])
+    };
+    let formed = split(input, *inward).transpose(1, 2).bmm(&split(delta, *outward));
+    Ok(formed.reshape([rows, batch * inward * outward]))
+}
+
+/// Of inputs `[N, C, ..]` and gradients `[N, D, ..]`, N over rows first.
+fn convolve(
+    input: &Tensor,
+    delta: &Tensor,
+    convolution: &Convolution,
+    size: &[i64],
+    rows: i64,
+) -> Result<ByRow, NotByRow> {
+    let [channels, _, kernel @ ..] = size else { return Err(NotByRow) };
+    // A convolution over one dimension is one over two, the first of length 1.
+    let flat = kernel.len() == 1;
+    let two = |numbers: &[i64], fill: i64| match numbers {
+        [last] => vec![fill, *last],
+        all => all.to_vec(),
+    };
+    let input = if flat { input.unsqueeze(2) } else { input.shallow_clone() };
+    if input.dim() != 4 || input.size()[0] % rows != 0 {
+        return Err(NotByRow);
+    }
+    let patches = input
+        .f_im2col(
+            two(kernel, 1),
+            two(&convolution.dilation, 1),
+            two(&convolution.padding, 0),
+            two(&convolution.stride, 1),
+        )
+        .map_err(|_| NotByRow)?;
+    let (groups, count) = (convolution.groups, input.size()[0]);
+    let places = patches.size()[2];
+    if delta.numel() as i64 != count * channels * places {
+        return Err(NotByRow);
+    }
+    // [rows, groups, tokens, width], tokens over the inputs of a row and the places.
+    let split = |tensor: &Tensor, width: i64| {
+        tensor
+            .reshape([rows, count / rows, groups, width / groups, places])
+            .permute([0, 2, 1, 4, 3])
+            .reshape([rows, groups, count / rows * places, width / groups])
+    };
+    let (left, right) = (split(delta, *channels), split(&patches, patches.size()[1]));
+    if groups == 1 {
+        return Ok(ByRow::Outer { left: left.squeeze_dim(1), right: right.squeeze_dim(1) });
+    }
+    Ok(ByRow::Formed(left.transpose(2, 3).matmul(&right).reshape([rows, -1])))
+}
+
+/// `[rows, C]` of gradients `[N, C, ..]`, N over rows first.
+fn channel_bias(delta: &Tensor, rows: i64) -> Result<Tensor, NotByRow> {
+    let size = delta.size();
+    if size.len() < 2 || size[0] % rows != 0 {
+        return Err(NotByRow);
+    }
+    Ok(delta.reshape([rows, size[0] / rows, size[1], -1]).sum_dim_intlist(
+        [1_i64, 3].as_slice(),
+        false,
+        delta.kind(),
+    ))
+}
+
+/// From the layout of what the use sees to that of the parameter.
+fn laid_out(
+    sites: &Sites,
+    at: usize,
+    found: ByRow,
+    rows: i64,
+    size: &[i64],
+) -> Result<ByRow, NotByRow> {
+    let site = &sites.list[at];
+    let (height, width) = height_and_width(size);
+    let fits = |left: &Tensor, right: &Tensor| {
+        left.size()[2] == height && right.size()[2] == width && size.len() > 1
+    };
+    match (found, site.layout) {
+        (ByRow::Outer { left, right }, Layout::Same) if fits(&left, &right) => {
+            Ok(ByRow::Outer { left, right })
+        }
+        (ByRow::Outer { left, right }, Layout::Transposed) if fits(&right, &left) => {
+            Ok(ByRow::Outer { left: right, right: left })
+        }
+        (ByRow::Picked { picked, right }, Layout::Same) => Ok(ByRow::Picked { picked, right }),
+        (ByRow::Formed(formed), Layout::Same) => Ok(ByRow::Formed(formed)),
+        (ByRow::Outer { left, right }, _) => {
+            if rows * left.size()[2] * right.size()[2] > FORMED {
+                return Err(NotByRow);
             }
-        };
-        let right = factors.right.reshape([rows * per_row, width]);
-        let left = match factors.left {
-            Left::Dense(left) => Left::Dense(flat(&left)),
-            Left::Picked(picked) => Left::Picked(flat(&picked)),
-        };
-        let all = Self { left, right, owner };
-        if sparse { all.without_zeros() } else { all }
-    }
-
-    fn without_zeros(self) -> Self {
-        let gradient = match &self.left {
-            Left::Dense(left) => left,
-            Left::Picked(_) => &self.right,
-        };
-        let kept = gradient.abs().amax(1, false).nonzero().squeeze_dim(-1);
-        let pick = |tensor: &Tensor| tensor.index_select(0, &kept);
-        Self {
-            left: match &self.left {
-                Left::Dense(left) => Left::Dense(pick(left)),
-                Left::Picked(picked) => Left::Picked(pick(picked)),
-            },
-            right: pick(&self.right),
-            owner: pick(&self.owner),
+            let formed = left.transpose(1, 2).bmm(&right).reshape([rows, -1]);
+            laid_out(sites, at, ByRow::Formed(formed), rows, size)
+        }
+        (ByRow::Picked { .. }, _) => Err(NotByRow),
+        (ByRow::Formed(formed), _) => {
+            let back: Vec<Tensor> = (0..rows)
+                .map(|row| sites.pull_back(at, &formed.select(0, row).reshape(&site.sizes)))
+                .collect::<Result<Vec<Tensor>, String>>()
+                .map_err(|_| NotByRow)?;
+            Ok(ByRow::Formed(Tensor::stack(&back, 0).reshape([rows, -1])))
         }
     }
-
-    fn count(&self) -> i64 {
-        self.owner.size()[0]
-    }
-}
-
-/// `K` from the pairs of tokens: ⟨u ⊗ v, u' ⊗ v'⟩ = ⟨u, u'⟩⟨v, v'⟩, summed by trajectories.
-fn through_token_pairs(uses: &[Tokens], rows: i64) -> Tensor {
-    let device = uses[0].right.device();
-    let mut products = Tensor::zeros([rows, rows], (precise(device), device));
-    for (at, first) in uses.iter().enumerate() {
-        for (other, second) in uses.iter().enumerate().skip(at) {
-            if first.count() == 0 || second.count() == 0 {
-                continue;
-            }
-            let left = match (&first.left, &second.left) {
-                (Left::Dense(a), Left::Dense(b)) => a.mm(&b.tr()),
-                // The entry of u at the row that the other token picks.
-                (Left::Dense(a), Left::Picked(b)) => a.index_select(1, b),
-                (Left::Picked(a), Left::Dense(b)) => b.index_select(1, a).tr(),
-                (Left::Picked(a), Left::Picked(b)) => {
-                    a.unsqueeze(1).eq_tensor(&b.unsqueeze(0)).to_kind(first.right.kind())
-                }
-            };
-            let pairs = (left * first.right.mm(&second.right.tr())).to_kind(products.kind());
-            let by_first = Tensor::zeros([rows, second.count()], (products.kind(), device))
-                .index_add(0, &first.owner, &pairs);
-            let block = Tensor::zeros([rows, rows], (products.kind(), device)).index_add(
-                1,
-                &second.owner,
-                &by_first,
-            );
-            // The pair of two uses counts from either side.
-            products += if at == other { block } else { &block + block.tr() };
-        }
-    }
-    products
-}
-
-/// `K` from the gradients themselves, a slice of their rows at a time.
-fn through_gradients(height: i64, width: i64, uses: &[Tokens], rows: i64) -> Tensor {
-    let device = uses[0].right.device();
-    let mut products = Tensor::zeros([rows, rows], (precise(device), device));
-    // Back to rows × tokens: here no token was left out.
-    let shaped: Vec<(Tensor, Tensor)> = uses
-        .iter()
-        .filter_map(|tokens| match &tokens.left {
-            Left::Dense(left) => {
-                let per_row = tokens.count() / rows;
-                Some((
-                    left.reshape([rows, per_row, height]).transpose(1, 2),
-                    tokens.right.reshape([rows, per_row, width]),
-                ))
-            }
-            Left::Picked(_) => None,
-        })
-        .collect();
-    let step = (CHUNK / (rows * width)).clamp(1, height);
-    let mut start = 0;
-    while start < height {
-        let count = step.min(height - start);
-        let mut gradients: Option<Tensor> = None;
-        for (left, right) in &shaped {
-            let part = left.narrow(1, start, count).bmm(right);
-            gradients = Some(match gradients {
-                Some(sum) => sum + part,
-                None => part,
-            });
-        }
-        if let Some(gradients) = gradients {
-            let flat = gradients.reshape([rows, count * width]);
-            products += flat.mm(&flat.tr()).to_kind(products.kind());
-        }
-        start += count;
-    }
-    products
 }

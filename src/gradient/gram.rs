@@ -72,16 +72,22 @@ impl Gram {
         self.products[i * self.n + j] = product;
     }
 
-    fn add(&mut self, other: &Self) {
+    /// Adds `factor` times another matrix of the same size.
+    pub(super) fn add_scaled(&mut self, other: &Self, factor: f64) {
         for (sum, term) in self.products.iter_mut().zip(&other.products) {
-            *sum += term;
+            *sum += factor * term;
         }
+    }
+
+    /// Multiplies every product.
+    pub(super) fn scale(&mut self, factor: f64) {
+        self.products.iter_mut().for_each(|product| *product *= factor);
     }
 
     /// The sum of the matrices of the parameters: the products of the whole vectors.
     pub fn total<'a>(n: usize, parts: impl IntoIterator<Item = &'a Gram>) -> Self {
         let mut total = Self::zeros(n);
-        parts.into_iter().for_each(|part| total.add(part));
+        parts.into_iter().for_each(|part| total.add_scaled(part, 1.0));
         total
     }
 }
@@ -138,23 +144,31 @@ fn flat(vector: &GradientVector) -> Tensor {
     Tensor::cat(&parts, 0)
 }
 
-/// `X Xᵀ` of equally long rows, chunk by chunk. float32 chunks are short enough that their products
-/// lose nothing to speak of, and are summed in float64; half precision is widened first.
+/// `X Xᵀ` of equally long rows, chunk by chunk.
 fn products_of_rows(rows: &[Tensor], device: Device) -> Tensor {
+    let rows: Vec<Tensor> = rows.iter().map(|row| row.unsqueeze(0)).collect();
+    products_of_packs(&rows, device).squeeze_dim(0)
+}
+
+/// The products `[P, n, n]` of `n` vectors `[P, length]` of each of `P` groups. float32 chunks are
+/// short enough that their products lose nothing to speak of, and are summed in float64; half
+/// precision is widened first.
+pub(super) fn products_of_packs(vectors: &[Tensor], device: Device) -> Tensor {
     let wide = precise(device);
-    let kind = match rows[0].kind() {
+    let kind = match vectors[0].kind() {
         Kind::Half | Kind::BFloat16 => Kind::Float,
         kind => kind,
     };
-    let length = rows[0].size()[0];
-    let mut products = Tensor::zeros([rows.len() as i64, rows.len() as i64], (wide, device));
+    let (groups, length) = (vectors[0].size()[0], vectors[0].size()[1]);
+    let n = vectors.len() as i64;
+    let mut products = Tensor::zeros([groups, n, n], (wide, device));
     let mut start = 0;
     while start < length {
         let count = CHUNK.min(length - start);
         let chunk: Vec<Tensor> =
-            rows.iter().map(|row| row.narrow(0, start, count).to_kind(kind)).collect();
-        let chunk = Tensor::stack(&chunk, 0);
-        products += chunk.mm(&chunk.tr()).to_kind(wide);
+            vectors.iter().map(|vector| vector.narrow(1, start, count).to_kind(kind)).collect();
+        let chunk = Tensor::stack(&chunk, 1);
+        products += chunk.bmm(&chunk.transpose(1, 2)).to_kind(wide);
         start += count;
     }
     products

@@ -1,21 +1,25 @@
 //! The split of policy gradients: engines that take them, and the estimators on top.
 
+mod assemble;
 mod batch;
 mod batched;
 mod engine;
 mod factors;
 mod gram;
+mod pack;
 mod plain;
+mod row_products;
 mod rows;
+mod sketch;
 mod split;
 mod statistics;
 
 pub use batch::{BatchSignal, Coherence, ComponentNorms, ComponentSums};
 pub use batched::BatchedEngine;
-pub use engine::{Engine, GroupGradients, GroupResult};
+pub use engine::{Components, Engine, GroupResult, PackGradients, PackResult, Part};
 pub use gram::{GradientVector, Gram, gram};
 pub use plain::PlainEngine;
 pub(crate) use rows::padded;
 pub use rows::{GroupInput, RowStats, Scorer};
-pub use split::{Coefficients, Debias, GroupProducts, Split, split};
+pub use split::{Coefficients, Debias, GroupProducts, SketchError, Split, split};
 pub use statistics::{Buckets, mean, median, spearman};

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use tch::{Kind, Tensor};
 
-use super::engine::{Engine, GroupGradients, GroupResult};
+use super::engine::{Components, Engine, GroupResult, PackGradients, PackResult, Part};
 use super::gram::{GradientVector, Gram, gram};
 use super::rows::{GroupInput, RowLosses, Scorer};
 use super::split::GroupProducts;
@@ -21,18 +21,36 @@ pub struct PlainEngine {
 }
 
 impl Engine for PlainEngine {
-    fn group(
+    fn groups(
         &mut self,
+        scorer: &Scorer,
+        inputs: &[GroupInput],
+        tick: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<PackResult>> {
+        let mut pack: Option<PackResult> = None;
+        for input in inputs {
+            let Some(group) = self.group(scorer, input, tick)? else { return Ok(None) };
+            match &mut pack {
+                None => pack = Some(group),
+                Some(pack) => pack.extend(group)?,
+            }
+        }
+        Ok(pack)
+    }
+}
+
+impl PlainEngine {
+    fn group(
+        &self,
         scorer: &Scorer,
         input: &GroupInput,
         tick: &mut dyn FnMut() -> ControlFlow<()>,
-    ) -> Result<Option<GroupResult>> {
+    ) -> Result<Option<PackResult>> {
         let parameters: Vec<&Tensor> =
             scorer.policy.trainable().map(|parameter| &parameter.tensor).collect();
         let rows = input.group.trajectories.len();
         let mut task: Vec<Option<GradientVector>> = Vec::with_capacity(rows);
-        let mut kl: Option<GradientVector> = None;
-        let mut entropy: Option<GradientVector> = None;
+        let mut parts: Vec<(Part, Option<GradientVector>)> = Vec::new();
         let mut stats = Vec::with_capacity(rows);
         let mut score_norms_sq = Vec::new();
         for row in 0..rows {
@@ -41,12 +59,16 @@ impl Engine for PlainEngine {
             let has_task =
                 input.advantages.select(0, row as i64).ne(0.0).any().int64_value(&[]) != 0;
             let wants_score = self.scores && !has_task;
-            let RowLosses { task: task_loss, kl: kl_loss, entropy: entropy_loss, score, .. } =
-                losses;
-            if let Some(loss) = kl_loss {
-                add(&mut kl, backward(&loss, &parameters, true)?);
+            let part_losses = part_losses(scorer, &losses);
+            let RowLosses { task: task_loss, score, .. } = losses;
+            let last = part_losses.len().saturating_sub(1);
+            for (at, (part, loss)) in part_losses.into_iter().enumerate() {
+                if parts.len() == at {
+                    parts.push((part, None));
+                }
+                let keep_graph = at < last || has_task || wants_score;
+                add(&mut parts[at].1, backward(&loss, &parameters, keep_graph)?);
             }
-            add(&mut entropy, backward(&entropy_loss, &parameters, has_task || wants_score)?);
             // A row of advantage 0 has task gradient 0: no pass is spent on it.
             let gradient =
                 has_task.then(|| backward(&task_loss, &parameters, false)).transpose()?;
@@ -64,37 +86,101 @@ impl Engine for PlainEngine {
                 return Ok(None);
             }
         }
-        let Some(entropy) = entropy else { return Ok(None) };
-        let has_kl = kl.is_some();
         let mut vectors: Vec<Option<&GradientVector>> = task.iter().map(Option::as_ref).collect();
-        if let Some(kl) = &kl {
-            vectors.push(Some(kl));
-        }
-        vectors.push(Some(&entropy));
+        vectors.extend(parts.iter().map(|(_, vector)| vector.as_ref()));
         let matrices = gram(&vectors, self.by_parameter)?;
-        let products = |gram: Gram| GroupProducts { rows, has_kl, gram };
+        let names: Vec<Part> = parts.iter().map(|(part, _)| *part).collect();
+        let products = |gram: Gram| GroupProducts::exact(rows, names.clone(), gram);
         let whole = products(Gram::total(vectors.len(), &matrices));
         if !whole.gram.is_finite() {
-            return Err(not_finite(input));
+            return Err(not_finite(&input.group.id));
         }
-        Ok(Some(GroupResult {
+        let group = GroupResult {
             products: whole,
             by_parameter: if self.by_parameter {
                 matrices.into_iter().map(products).collect()
             } else {
                 Vec::new()
             },
-            gradients: GroupGradients { task: sum(task), kl, entropy },
             score_norms_sq,
             stats,
-        }))
+        };
+        let one = |vector: GradientVector| -> Vec<Tensor> {
+            vector.into_iter().map(|tensor| tensor.unsqueeze(0)).collect()
+        };
+        let gradients = PackGradients {
+            task: sum(task).map(one),
+            parts: parts
+                .into_iter()
+                .filter_map(|(part, vector)| Some((part, one(vector?))))
+                .collect(),
+        };
+        Ok(Some(PackResult { groups: vec![group], gradients }))
+    }
+}
+
+/// The losses of the parts of the regularizer.
+fn part_losses(scorer: &Scorer, losses: &RowLosses) -> Vec<(Part, Tensor)> {
+    let mut parts = Vec::new();
+    match scorer.components {
+        Components::Separate => {
+            if let Some(kl) = &losses.kl {
+                parts.push((Part::Kl, kl.shallow_clone()));
+            }
+            parts.push((Part::Entropy, losses.entropy.shallow_clone()));
+        }
+        Components::Combined => {
+            let kl_coef = scorer.algorithm.kl_loss_coef();
+            let kl = losses.kl.as_ref().filter(|_| kl_coef != 0.0).map(|kl| kl * kl_coef);
+            let entropy_coef = scorer.algorithm.entropy_coef;
+            let entropy = (entropy_coef != 0.0).then(|| &losses.entropy * entropy_coef);
+            let sum = kl.into_iter().chain(entropy).reduce(|sum, term| sum + term);
+            parts.extend(sum.map(|sum| (Part::Combined, sum)));
+        }
+    }
+    parts
+}
+
+impl PackResult {
+    /// Appends another pack, of the same parts.
+    pub(super) fn extend(&mut self, other: Self) -> Result<()> {
+        let join = |one: &mut Vec<Tensor>, two: Vec<Tensor>| -> Result<()> {
+            for (one, two) in one.iter_mut().zip(two) {
+                *one = Tensor::f_cat(&[&*one, &two], 0)?;
+            }
+            Ok(())
+        };
+        let zeros = |vectors: &[Tensor], groups: usize| -> Vec<Tensor> {
+            let zeros = |vector: &Tensor| {
+                let mut size = vector.size();
+                size[0] = groups as i64;
+                Tensor::zeros(size, (vector.kind(), vector.device()))
+            };
+            vectors.iter().map(zeros).collect()
+        };
+        match (&mut self.gradients.task, other.gradients.task) {
+            (None, None) => {}
+            (Some(one), None) => {
+                let none = zeros(one, other.groups.len());
+                join(one, none)?;
+            }
+            (one, Some(two)) => {
+                let one = one.get_or_insert_with(|| zeros(&two, self.groups.len()));
+                join(one, two)?;
+            }
+        }
+        for ((_, one), (_, two)) in self.gradients.parts.iter_mut().zip(other.gradients.parts) {
+            join(one, two)?;
+        }
+        self.groups.extend(other.groups);
+        Ok(())
     }
 }
 
 /// What is said of a group whose gradients hold NaN or infinity.
-pub(super) fn not_finite(input: &GroupInput) -> Error {
+pub(super) fn not_finite(group: &str) -> Error {
     Error::NonFinite {
-        place: format!("group `{}`", input.group.id),
+        place: format!("group `{group}`"),
         what: "a gradient".into(),
         found: f64::NAN,
         remedy: "the losses are finite, so a backward pass overflowed; try policy.dtype: float32 or float64".into(),

@@ -3,6 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::engine::Components;
 use crate::error::{Error, Result};
 use crate::objective::{self, Algorithm, Term, TokenWeights, Tokens};
 use crate::policy::Policy;
@@ -21,6 +22,8 @@ pub struct Scorer<'a> {
     /// Whether the file's `old_logprobs` are left aside: the policy itself is then taken for the
     /// one that sampled, at ratio 1.
     pub recompute_old: bool,
+    /// How the regularizer is taken apart.
+    pub components: Components,
 }
 
 /// A group with what its losses need beside the trajectories.
@@ -126,7 +129,7 @@ impl Scorer<'_> {
             kl: kl.as_ref().map(sum).transpose()?,
             entropy: -weights.sum(&entropy)?,
             score: weights.sum(&tokens.logp)?,
-            stats: finite(stats, input, row)?,
+            stats: finite(stats, &input.group.id, trajectory.line)?,
         })
     }
 
@@ -157,7 +160,7 @@ impl Scorer<'_> {
     }
 
     /// Log-probabilities `[G, T]` under the policy that sampled.
-    pub(super) fn old_rows(&self, trajectories: &[Trajectory], logp: &Tensor) -> Tensor {
+    pub(super) fn old_rows(&self, trajectories: &[&Trajectory], logp: &Tensor) -> Tensor {
         let old = if self.recompute_old {
             None
         } else {
@@ -169,7 +172,7 @@ impl Scorer<'_> {
     /// Log-probabilities `[G, T]` under the reference policy, if there is one.
     pub(super) fn reference_rows(
         &self,
-        trajectories: &[Trajectory],
+        trajectories: &[&Trajectory],
         like: &Tensor,
     ) -> Result<Option<Tensor>> {
         let Some(reference) = self.reference else {
@@ -277,11 +280,11 @@ pub(crate) fn padded<'a>(
 
 /// The same, of the shape, dtype and device of `like`.
 pub(super) fn padded_like<'a>(
-    trajectories: &'a [Trajectory],
+    trajectories: &[&'a Trajectory],
     like: &Tensor,
     array: impl Fn(&'a Trajectory) -> Option<&'a [f64]>,
 ) -> Option<Tensor> {
-    let rows = padded(trajectories, like.size()[1] as usize, array)?;
+    let rows = padded(trajectories.iter().copied(), like.size()[1] as usize, array)?;
     Some(rows.to_kind(like.kind()).to_device(like.device()))
 }
 
@@ -290,7 +293,8 @@ fn row_like(numbers: &[f64], like: &Tensor) -> Tensor {
     Tensor::from_slice(numbers).unsqueeze(0).to_kind(like.kind()).to_device(like.device())
 }
 
-pub(super) fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<RowStats> {
+/// The sums of a row if all of them are finite.
+pub(super) fn finite(stats: RowStats, group: &str, line: usize) -> Result<RowStats> {
     let remedy = "a sampled token has probability 0, or logits are not finite: is this the checkpoint, temperature and tokenizer of these rollouts?";
     for (what, found) in [
         ("the log-probability of a sampled token under the policy", stats.logp_min),
@@ -300,9 +304,8 @@ pub(super) fn finite(stats: RowStats, input: &GroupInput, row: usize) -> Result<
         ("the entropy of the policy", stats.entropy),
     ] {
         if !found.is_finite() {
-            let line = input.group.trajectories[row].line;
             return Err(Error::NonFinite {
-                place: format!("group `{}`, line {line} of the rollouts", input.group.id),
+                place: format!("group `{group}`, line {line} of the rollouts"),
                 what: what.into(),
                 found,
                 remedy: remedy.into(),

@@ -22,6 +22,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
+use super::engine::Part;
 use super::gram::Gram;
 
 /// Up to this many rows the sign-flip test takes all flips, beyond it a seeded sample.
@@ -29,16 +30,25 @@ const EXACT_FLIPS: usize = 12;
 /// The size of that sample.
 const SAMPLED_FLIPS: usize = 4096;
 
-/// The inner products of a group's gradients: its `G` rows' task gradients, then the KL gradient
-/// (if there is a reference policy) and the gradient of minus the entropy, both at coefficient 1.
+/// The inner products of a group's gradients: its `G` rows' task gradients, then those of the parts
+/// of the regularizer.
 #[derive(Clone, Debug)]
 pub struct GroupProducts {
     /// G.
     pub rows: usize,
-    /// Whether row `G` is the KL gradient.
-    pub has_kl: bool,
-    /// `[G + 1 or 2]²`.
+    /// The parts of the regularizer, from row `G` on.
+    pub parts: Vec<Part>,
+    /// `[G + parts]²`.
     pub gram: Gram,
+    /// Of a sketch, the independent estimates whose sum `gram` is; empty where it is exact.
+    pub replicates: Vec<Gram>,
+}
+
+impl GroupProducts {
+    /// Exact products.
+    pub fn exact(rows: usize, parts: Vec<Part>, gram: Gram) -> Self {
+        Self { rows, parts, gram, replicates: Vec::new() }
+    }
 }
 
 /// The factors of the regularizers in the loss.
@@ -48,6 +58,17 @@ pub struct Coefficients {
     pub kl: f64,
     /// λ_H.
     pub entropy: f64,
+}
+
+impl Coefficients {
+    /// The factor of a part in the loss.
+    pub fn of(self, part: Part) -> f64 {
+        match part {
+            Part::Kl => self.kl,
+            Part::Entropy => self.entropy,
+            Part::Combined => 1.0,
+        }
+    }
 }
 
 /// Takes out the bias that a mean baseline brings into products of different rows.
@@ -90,10 +111,11 @@ pub struct Split {
     pub snr_se: Option<f64>,
     /// An estimate of ‖∇J‖², J the expected reward; only where the bias was taken out.
     pub policy_gradient_sq: Option<f64>,
-    /// ‖g_KL‖ at coefficient 1; none without a reference policy.
+    /// ‖g_KL‖ at coefficient 1; none without a reference policy or if the parts of the regularizer
+    /// were combined.
     pub kl_unit_norm: Option<f64>,
-    /// ‖g_entropy‖ at coefficient 1.
-    pub entropy_unit_norm: f64,
+    /// ‖g_entropy‖ at coefficient 1; none if the parts of the regularizer were combined.
+    pub entropy_unit_norm: Option<f64>,
     /// ‖λ_KL g_KL + λ_H g_entropy‖.
     pub reg_norm: f64,
     /// ‖g_task + g_reg‖.
@@ -108,74 +130,191 @@ pub struct Split {
     pub cos_task_total: Option<f64>,
     /// ‖g_i‖ of every row.
     pub trajectory_task_norms: Vec<f64>,
+    /// How far a sketch may be off; none where the products are exact.
+    pub sketch_se: Option<Box<SketchError>>,
+}
+
+/// Standard errors of a sketch, by jackknife over its dimensions: what another seed would change.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct SketchError {
+    pub task_norm: Option<f64>,
+    pub signal_sq: Option<f64>,
+    pub noise_sq: Option<f64>,
+    pub snr: Option<f64>,
+    pub kl_unit_norm: Option<f64>,
+    pub entropy_unit_norm: Option<f64>,
+    pub reg_norm: Option<f64>,
+    pub total_norm: Option<f64>,
+    pub dominance: Option<f64>,
+    pub cos_task_reg: Option<f64>,
+    pub cos_kl_entropy: Option<f64>,
+    pub cos_task_total: Option<f64>,
 }
 
 /// Splits a group's gradient. `seed` matters only to the sign-flip test of groups of more than
 /// twelve rows.
 ///
 /// # Panics
-/// If the products are not those of `rows` and its regularizers.
+/// If the products are not those of `rows` and the parts of the regularizer.
 pub fn split(
     products: &GroupProducts,
     coefficients: Coefficients,
     debias: Option<Debias>,
     seed: u64,
 ) -> Split {
-    let (rows, gram) = (products.rows, &products.gram);
-    let n = gram.len();
-    assert_eq!(n, rows + 1 + usize::from(products.has_kl), "products of rows and regularizers");
-    let unit = |index: usize| {
-        let mut weights = vec![0.0; n];
-        weights[index] = 1.0;
-        weights
-    };
-    let task: Vec<f64> = (0..n).map(|index| f64::from(index < rows)).collect();
-    let kl = products.has_kl.then(|| unit(rows));
-    let entropy = unit(n - 1);
-    let mut reg = vec![0.0; n];
-    reg[n - 1] = coefficients.entropy;
-    if products.has_kl {
-        reg[rows] = coefficients.kl;
-    }
-    let total: Vec<f64> = task.iter().zip(&reg).map(|(task, reg)| task + reg).collect();
-    let norm = |weights: &[f64]| gram.norm_sq(weights).sqrt();
-    let cosine = |left: &[f64], right: &[f64]| {
-        let scale = norm(left) * norm(right);
-        (scale > 0.0).then(|| (gram.product(left, right) / scale).clamp(-1.0, 1.0))
-    };
-
-    let rows_gram = RowProducts::new(gram, rows);
+    let rows = products.rows;
+    let rows_gram = RowProducts::new(&products.gram, rows);
     let factor = debias.map_or(1.0, |_| Debias::factor(rows));
-    let reg_norm = norm(&reg);
-    let task_norm = norm(&task);
-    let estimate = rows_gram.estimate(None, factor);
-    let jackknife = rows_gram.jackknife(factor, reg_norm);
+    let found = Measures::new(products, &products.gram, coefficients, factor);
+    let jackknife = rows_gram.jackknife(factor, found.reg_norm);
     Split {
-        task_norm,
-        signal_sq: estimate.signal_sq,
+        task_norm: found.task_norm,
+        signal_sq: found.estimate.signal_sq,
         signal_sq_se: jackknife.as_ref().map(|se| se.signal_sq),
         signal_p: rows_gram.sign_flip_p(seed),
-        noise_sq: estimate.noise_sq,
+        noise_sq: found.estimate.noise_sq,
         noise_sq_se: jackknife.as_ref().map(|se| se.noise_sq),
-        snr: estimate.snr(reg_norm),
-        snr_se: jackknife.filter(|_| estimate.signal_sq > 0.0).map(|se| se.snr),
+        snr: found.estimate.snr(found.reg_norm),
+        snr_se: jackknife.filter(|_| found.estimate.signal_sq > 0.0).map(|se| se.snr),
         policy_gradient_sq: debias.map(|debias| {
             // The leave-in mean shrinks the expected gradient by (G − 1)/G, the constant length by
             // its inverse.
             let baseline =
                 if debias.leave_one_out { 1.0 } else { (rows as f64 - 1.0) / rows as f64 };
-            estimate.signal_sq * (debias.norm_length / baseline).powi(2)
+            found.estimate.signal_sq * (debias.norm_length / baseline).powi(2)
         }),
-        kl_unit_norm: kl.as_deref().map(norm),
-        entropy_unit_norm: norm(&entropy),
-        reg_norm,
-        total_norm: norm(&total),
-        dominance: (task_norm + reg_norm > 0.0).then(|| reg_norm / (task_norm + reg_norm)),
-        cos_task_reg: cosine(&task, &reg),
-        cos_kl_entropy: kl.as_deref().and_then(|kl| cosine(kl, &entropy)),
-        cos_task_total: cosine(&task, &total),
-        trajectory_task_norms: (0..rows).map(|row| gram.get(row, row).max(0.0).sqrt()).collect(),
+        kl_unit_norm: found.kl_unit_norm,
+        entropy_unit_norm: found.entropy_unit_norm,
+        reg_norm: found.reg_norm,
+        total_norm: found.total_norm,
+        dominance: found.dominance(),
+        cos_task_reg: found.cos_task_reg,
+        cos_kl_entropy: found.cos_kl_entropy,
+        cos_task_total: found.cos_task_total,
+        trajectory_task_norms: (0..rows)
+            .map(|row| products.gram.get(row, row).max(0.0).sqrt())
+            .collect(),
+        sketch_se: sketch_error(products, coefficients, factor).map(Box::new),
     }
+}
+
+/// What follows from the inner products without looking at single rows.
+struct Measures {
+    task_norm: f64,
+    estimate: Estimate,
+    kl_unit_norm: Option<f64>,
+    entropy_unit_norm: Option<f64>,
+    reg_norm: f64,
+    total_norm: f64,
+    cos_task_reg: Option<f64>,
+    cos_kl_entropy: Option<f64>,
+    cos_task_total: Option<f64>,
+}
+
+impl Measures {
+    fn new(products: &GroupProducts, gram: &Gram, coefficients: Coefficients, factor: f64) -> Self {
+        let (rows, parts) = (products.rows, &products.parts);
+        let n = gram.len();
+        assert_eq!(n, rows + parts.len(), "products of rows and of parts of the regularizer");
+        let task: Vec<f64> = (0..n).map(|index| f64::from(index < rows)).collect();
+        let reg: Vec<f64> = std::iter::repeat_n(0.0, rows)
+            .chain(parts.iter().map(|part| coefficients.of(*part)))
+            .collect();
+        let total: Vec<f64> = task.iter().zip(&reg).map(|(task, reg)| task + reg).collect();
+        let unit = |part: Part| {
+            let at = rows + parts.iter().position(|other| *other == part)?;
+            Some((0..n).map(|index| f64::from(index == at)).collect::<Vec<f64>>())
+        };
+        let (kl, entropy) = (unit(Part::Kl), unit(Part::Entropy));
+        let norm = |weights: &[f64]| gram.norm_sq(weights).sqrt();
+        let cosine = |left: &[f64], right: &[f64]| {
+            let scale = norm(left) * norm(right);
+            (scale > 0.0).then(|| (gram.product(left, right) / scale).clamp(-1.0, 1.0))
+        };
+        Self {
+            task_norm: norm(&task),
+            estimate: RowProducts::new(gram, rows).estimate(None, factor),
+            kl_unit_norm: kl.as_deref().map(norm),
+            entropy_unit_norm: entropy.as_deref().map(norm),
+            reg_norm: norm(&reg),
+            total_norm: norm(&total),
+            cos_task_reg: cosine(&task, &reg),
+            cos_kl_entropy: kl.zip(entropy).and_then(|(kl, entropy)| cosine(&kl, &entropy)),
+            cos_task_total: cosine(&task, &total),
+        }
+    }
+
+    fn dominance(&self) -> Option<f64> {
+        let sum = self.task_norm + self.reg_norm;
+        (sum > 0.0).then(|| self.reg_norm / sum)
+    }
+
+    /// In the order of [`SketchError`].
+    fn numbers(&self) -> [Option<f64>; 12] {
+        [
+            Some(self.task_norm),
+            Some(self.estimate.signal_sq),
+            Some(self.estimate.noise_sq),
+            Some(self.estimate.snr(self.reg_norm)),
+            self.kl_unit_norm,
+            self.entropy_unit_norm,
+            Some(self.reg_norm),
+            Some(self.total_norm),
+            self.dominance(),
+            self.cos_task_reg,
+            self.cos_kl_entropy,
+            self.cos_task_total,
+        ]
+    }
+}
+
+/// Every measure with one dimension of the sketch left out at a time; the replicates add up to the
+/// products.
+fn sketch_error(
+    products: &GroupProducts,
+    coefficients: Coefficients,
+    factor: f64,
+) -> Option<SketchError> {
+    let count = products.replicates.len() as f64;
+    if count < 2.0 {
+        return None;
+    }
+    let left: Vec<[Option<f64>; 12]> = products
+        .replicates
+        .iter()
+        .map(|replicate| {
+            let mut gram = products.gram.clone();
+            gram.add_scaled(replicate, -1.0);
+            gram.scale(count / (count - 1.0));
+            Measures::new(products, &gram, coefficients, factor).numbers()
+        })
+        .collect();
+    let error = |at: usize| {
+        let values: Vec<f64> = left.iter().filter_map(|numbers| numbers[at]).collect();
+        (values.len() == left.len()).then(|| jackknife_error(&values))
+    };
+    Some(SketchError {
+        task_norm: error(0),
+        signal_sq: error(1),
+        noise_sq: error(2),
+        snr: error(3),
+        kl_unit_norm: error(4),
+        entropy_unit_norm: error(5),
+        reg_norm: error(6),
+        total_norm: error(7),
+        dominance: error(8),
+        cos_task_reg: error(9),
+        cos_kl_entropy: error(10),
+        cos_task_total: error(11),
+    })
+}
+
+/// The standard error of a number from its values with one observation left out at a time.
+fn jackknife_error(left: &[f64]) -> f64 {
+    let n = left.len() as f64;
+    let mean = left.iter().sum::<f64>() / n;
+    ((n - 1.0) / n * left.iter().map(|value| (value - mean).powi(2)).sum::<f64>()).sqrt()
 }
 
 /// Signal² and noise² of a group or of all its rows but one.
@@ -251,9 +390,7 @@ impl RowProducts {
         let left: Vec<Estimate> =
             (0..self.rows).map(|row| self.estimate(Some(row), factor)).collect();
         let error = |of: &dyn Fn(&Estimate) -> f64| {
-            let n = self.rows as f64;
-            let mean = left.iter().map(of).sum::<f64>() / n;
-            ((n - 1.0) / n * left.iter().map(|left| (of(left) - mean).powi(2)).sum::<f64>()).sqrt()
+            jackknife_error(&left.iter().map(of).collect::<Vec<f64>>())
         };
         Some(Jackknife {
             signal_sq: error(&|estimate| estimate.signal_sq),

@@ -83,7 +83,7 @@ fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
     if let Some(norms) = &record.grad_norm {
         put("grad_norm/task", Some(norms.task));
         put("grad_norm/kl", norms.kl);
-        put("grad_norm/entropy", Some(norms.entropy));
+        put("grad_norm/entropy", norms.entropy);
         put("grad_norm/reg", Some(norms.reg));
         put("grad_norm/total", Some(norms.total));
         put("cos/task_reg", norms.cos_task_reg);
@@ -95,7 +95,7 @@ fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
         let parts = [
             ("task", Some(mean.task), Some(norms.task)),
             ("kl", mean.kl, norms.kl),
-            ("entropy", Some(mean.entropy), Some(norms.entropy)),
+            ("entropy", mean.entropy, norms.entropy),
             ("reg", Some(mean.reg), Some(norms.reg)),
             ("total", Some(mean.total), Some(norms.total)),
         ];

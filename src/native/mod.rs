@@ -3,7 +3,7 @@
 
 mod sites;
 
-pub(crate) use sites::{Sites, Use};
+pub(crate) use sites::{Convolution, Layout, Site, Sites, Use};
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;

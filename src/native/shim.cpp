@@ -1,13 +1,13 @@
 // What tch does not expose of a TorchScript module: the signature of its forward, its buffers, the
-// identity of its tied weights, and calls by argument name. Every function returns nullptr, or a
-// message that the caller frees with gp_free_message. No exception leaves this file. Tensors are
-// handed over as `new at::Tensor`, which is what tch owns and frees.
+// identity of its tied weights, and calls by argument name. Functions that can fail are guarded.
+// Tensors are handed over as `new at::Tensor`, which is what tch owns and frees.
+#include "guarded.h"
+
 #include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/script.h>
 #include <torch/version.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <string>
 #include <tuple>
@@ -18,20 +18,6 @@ using EmitArgument = void (*)(void* context, const char* name, const char* type,
 using EmitTensor = void (*)(void* context, const char* name, at::Tensor* owned);
 
 namespace {
-
-template <typename Body>
-char* guarded(Body body) noexcept {
-  try {
-    body();
-    return nullptr;
-  } catch (const c10::Error& error) {
-    return strdup(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return strdup(error.what());
-  } catch (...) {
-    return strdup("an exception that is no std::exception");
-  }
-}
 
 // A weight used under several names is stored once, but may be loaded as several tensors over the
 // same memory. Makes them one tensor, so that it has one gradient and is moved and cast once.

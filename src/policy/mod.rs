@@ -291,12 +291,12 @@ impl Policy {
     ///
     /// # Errors
     /// If libtorch fails, or a trajectory is not of the policy's kind.
-    pub fn batch_logits(&self, trajectories: &[Trajectory]) -> Result<BatchLogits> {
+    pub fn batch_logits(&self, trajectories: &[&Trajectory]) -> Result<BatchLogits> {
         let device = self.device();
         let actions: Vec<i64> =
             trajectories.iter().flat_map(|row| row.content.actions()).copied().collect();
         let actions = Tensor::from_slice(&actions).to_device(device);
-        let longest = trajectories.iter().map(Trajectory::forward_tokens).max().unwrap_or(0);
+        let longest = trajectories.iter().map(|row| row.forward_tokens()).max().unwrap_or(0);
         let mut picked: Vec<i64> = Vec::new();
         let mut ids: Vec<i64> = Vec::new();
         let mut mask: Vec<i64> = Vec::new();

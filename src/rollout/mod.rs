@@ -110,6 +110,11 @@ impl Group {
         }
     }
 
+    /// The number of tokens, or steps, of the longest trajectory in a forward pass.
+    pub fn longest(&self) -> usize {
+        self.trajectories.iter().map(Trajectory::forward_tokens).max().unwrap_or(0)
+    }
+
     /// The rewards in file order.
     pub fn rewards(&self) -> Vec<f64> {
         self.trajectories.iter().map(|trajectory| trajectory.reward).collect()

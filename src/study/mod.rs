@@ -2,12 +2,15 @@
 
 mod prepare;
 mod record;
+mod step;
 
 pub use prepare::PreparedBatch;
 pub use record::SIGNIFICANT;
 pub use record::{
     BatchRecord, BucketRecord, GroupRecord, ParameterRecord, RatioRecord, StudyReport,
 };
+
+use step::Step;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -16,20 +19,13 @@ use tch::Device;
 
 use crate::config::{Config, EngineName, OldLogprobs};
 use crate::error::{Error, Result};
-use crate::gradient::{
-    BatchedEngine, Coefficients, Coherence, ComponentSums, Debias, Engine, PlainEngine, RowStats,
-    Scorer, split,
-};
-use crate::objective::{
-    AdvantageEstimator, Aggregation, Algorithm, KlEstimator, KlGradient, KlPlacement,
-};
+use crate::gradient::{BatchedEngine, Engine, PlainEngine};
+use crate::objective::{AdvantageEstimator, Algorithm, KlEstimator, KlGradient};
 use crate::policy::{ObservationDtype, Policy, PolicyOptions, Problem};
 use crate::rollout::{self, Batch, Content, Rollouts, Trajectory};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
 const FOREIGN_LOG_RATIO: f64 = 0.1;
-/// `debias` holds at ratio 1; log-probabilities of another program differ by rounding.
-const ON_POLICY_LOG_RATIO: f64 = 0.02;
 
 /// Looks on while a study runs.
 pub trait Observer {
@@ -335,33 +331,21 @@ impl Study {
         Ok(report)
     }
 
-    fn coefficients(&self) -> Coefficients {
-        Coefficients { kl: self.algorithm.kl_loss_coef(), entropy: self.algorithm.entropy_coef }
-    }
-
     fn engine(&self) -> Box<dyn Engine> {
         let decomposition = &self.config.decomposition;
         let plain =
             PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
+        let sketch = decomposition.sketch_dimensions;
         match decomposition.engine {
             EngineName::Loop => Box::new(plain),
             name => Box::new(BatchedEngine::new(
                 plain,
                 decomposition.token_budget,
-                name == EngineName::Batched,
+                name != EngineName::Auto,
                 decomposition.seed,
+                (name == EngineName::Sketch).then_some(sketch),
             )),
         }
-    }
-
-    fn debias(&self) -> Option<Debias> {
-        self.config.decomposition.debias.then_some(Debias {
-            leave_one_out: self.algorithm.advantage == AdvantageEstimator::Rloo,
-            norm_length: match self.algorithm.aggregation {
-                Aggregation::SeqMeanTokenSumNorm => self.algorithm.norm_length.unwrap_or(1.0),
-                _ => 1.0,
-            },
-        })
     }
 
     fn step(
@@ -370,132 +354,10 @@ impl Study {
         index: usize,
         observer: &mut dyn Observer,
     ) -> Result<BatchRecord> {
-        let batch = &self.rollouts.batches[self.plan[index].0];
-        let decomposition = &self.config.decomposition;
-        let mut engine = self.engine();
-        let scorer = Scorer {
-            policy,
-            reference: self.reference.as_ref(),
-            algorithm: &self.algorithm,
-            temperature: self.config.policy.temperature,
-            recompute_old: self.config.rollouts.old_logprobs == OldLogprobs::Recompute,
-        };
-        let prepared = match self.algorithm.kl_placement {
-            KlPlacement::Reward if self.algorithm.kl.coef > 0.0 => {
-                PreparedBatch::with_kl_in_reward(&scorer, batch)?
-            }
-            _ => PreparedBatch::new(&self.algorithm, batch)?,
-        };
-        let coefficients = self.coefficients();
-        // Several checkpoints on rollouts without steps are told apart by their place in the list.
-        let named_step = batch.step.or((self.plan.len() > 1).then_some(index as i64));
-        let step = named_step.unwrap_or(0);
-        let debias = self.debias();
-        let buckets = self.config.buckets();
-        let assigned = buckets.as_ref().map_or_else(
-            || vec![0; batch.groups.len()],
-            |buckets| buckets.assign(&prepared.reward_variances),
-        );
-        // Bucket after bucket, so that one bucket's sums are held at a time.
-        let mut order: Vec<usize> = (0..batch.groups.len()).collect();
-        order.sort_by_key(|group| assigned[*group]);
-
-        let mut sums = ComponentSums::default();
-        let mut task_coherence = Coherence::default();
-        let mut reg_coherence = Coherence::default();
-        let mut stats = RowStats::default();
-        let mut records: Vec<(usize, GroupRecord)> = Vec::new();
-        let mut bucket_records = Vec::new();
-        let mut partial = false;
-        for bucket in order.chunk_by(|a, b| assigned[*a] == assigned[*b]) {
-            let mut bucket_sums = ComponentSums::default();
-            // Without buckets the batch is the one bucket, and no second sum is held.
-            let target = if buckets.is_some() { &mut bucket_sums } else { &mut sums };
-            let first = records.len();
-            for group in bucket.iter().copied() {
-                let input = prepared.group_input(&self.algorithm, batch, group)?;
-                let result = engine
-                    .group(&scorer, &input, &mut || observer.trajectory())
-                    .map_err(|error| error.in_group(&input.group.id))?;
-                let Some(result) = result else {
-                    partial = true;
-                    break;
-                };
-                let seed = decomposition.seed.wrapping_add(group as u64);
-                let split_of = |products: &_| split(products, coefficients, debias, seed);
-                let whole = split_of(&result.products);
-                let share = prepared.shares[group];
-                target.add(share, &result.gradients);
-                if let Some(task) = &result.gradients.task {
-                    task_coherence.add(task, whole.task_norm);
-                }
-                reg_coherence.add_regularizer(&result.gradients, coefficients, whole.reg_norm);
-                let mut group_stats = RowStats::default();
-                result.stats.iter().for_each(|row| group_stats.merge(row));
-                stats.merge(&group_stats);
-                if debias.is_some() {
-                    check_on_policy(&group_stats, &input.group.id)?;
-                }
-                let mut record = GroupRecord::new(
-                    named_step,
-                    &prepared,
-                    group,
-                    input.group,
-                    &whole,
-                    &result.stats,
-                );
-                if decomposition.bound {
-                    record.set_bound(&self.algorithm, &prepared, group, &result);
-                }
-                if decomposition.by_parameter {
-                    record.by_parameter = Some(
-                        policy
-                            .trainable()
-                            .zip(&result.by_parameter)
-                            .map(|(parameter, products)| ParameterRecord {
-                                name: parameter.name().into(),
-                                split: split_of(products),
-                            })
-                            .collect(),
-                    );
-                }
-                records.push((group, record));
-            }
-            let done: Vec<&GroupRecord> =
-                records[first..].iter().map(|(_, record)| record).collect();
-            if let (Some(_), false) = (&buckets, done.is_empty()) {
-                let share: f64 =
-                    records[first..].iter().map(|(group, _)| prepared.shares[*group]).sum();
-                let norms = bucket_sums.norms(coefficients, share)?;
-                bucket_records.push(BucketRecord::new(assigned[bucket[0]], norms, &done));
-                sums.merge(bucket_sums);
-            }
-            if partial {
-                break;
-            }
-        }
-        records.sort_by_key(|(group, _)| *group);
-        let shares: Vec<f64> = records.iter().map(|(group, _)| prepared.shares[*group]).collect();
-        let mut record = BatchRecord::new(
-            step,
-            records.into_iter().map(|(_, record)| record).collect(),
-            &shares,
-            if shares.is_empty() || partial { None } else { Some(sums.norms(coefficients, 1.0)?) },
-            &stats,
-        );
-        record.buckets = bucket_records;
-        record.task_coherence = task_coherence.mean_cosine()?;
-        record.reg_coherence = reg_coherence.mean_cosine()?;
-        record.partial = partial;
-        if partial {
-            record.buckets.clear();
-            record.warnings.push(format!(
-                "step {step} was interrupted: numbers of the batch as a whole are left out, and the groups are those of the smallest reward variances first"
-            ));
-        }
-        record.warnings.extend(engine.notes());
+        let step = Step::new(self, policy, index)?;
+        let mut record = step.run(self.engine().as_mut(), observer)?;
         record.mark_kept(&self.config.filter(), self.config.filter.score)?;
-        self.judge(&mut record, batch);
+        self.judge(&mut record, &self.rollouts.batches[self.plan[index].0]);
         Ok(record)
     }
 
@@ -511,18 +373,4 @@ impl Study {
             ));
         }
     }
-}
-
-/// The bias that `debias` takes out is known at ratio 1.
-fn check_on_policy(stats: &RowStats, group: &str) -> Result<()> {
-    if stats.log_ratio_max <= ON_POLICY_LOG_RATIO {
-        return Ok(());
-    }
-    Err(Error::config(
-        "decomposition.debias",
-        format!(
-            "expected rollouts of this very policy (ratio 1), found a log-ratio of {:.3} in group `{group}`; with rollouts.old_logprobs: recompute the checkpoint is taken for the sampler",
-            stats.log_ratio_max
-        ),
-    ))
 }

@@ -129,6 +129,16 @@ impl PreparedBatch {
         })
     }
 
+    /// Whether any advantage of each group is other than 0.
+    pub fn has_task(&self) -> Vec<bool> {
+        let ranges = self.starts.iter().zip(&self.sizes);
+        ranges
+            .map(|(start, size)| {
+                self.advantages.narrow(0, *start, *size).ne(0.0).any().int64_value(&[]) != 0
+            })
+            .collect()
+    }
+
     /// The advantage of each row of a group, where every sampled token of a row has the same.
     pub fn row_advantages(&self, index: usize) -> Vec<f64> {
         let rows = self.advantages.narrow(0, self.starts[index], self.sizes[index]);

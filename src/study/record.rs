@@ -226,7 +226,7 @@ pub struct MeanNorms {
     /// ‖g_KL‖ at coefficient 1.
     pub kl: Option<f64>,
     /// ‖g_entropy‖ at coefficient 1.
-    pub entropy: f64,
+    pub entropy: Option<f64>,
     /// ‖g_reg‖.
     pub reg: f64,
     /// ‖g_task + g_reg‖.
@@ -243,7 +243,7 @@ impl MeanNorms {
         Self {
             task: always(|split| Some(split.task_norm)),
             kl: of(|split| split.kl_unit_norm),
-            entropy: always(|split| Some(split.entropy_unit_norm)),
+            entropy: of(|split| split.entropy_unit_norm),
             reg: always(|split| Some(split.reg_norm)),
             total: always(|split| Some(split.total_norm)),
         }
