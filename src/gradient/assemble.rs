@@ -165,8 +165,7 @@ impl Batches {
                         zeros(),
                     )
                 };
-                let place = place.to_device(matrix.device());
-                row_products.push(matrix.index_select(1, &place).index_select(2, &place));
+                row_products.push(matrix);
                 vectors.push(sum);
             }
             for sums in &mut sums_of_parts {
@@ -185,8 +184,8 @@ impl Batches {
                 part.push(vector);
             }
         }
-        let row_products = stacked(&row_products)?;
-        let sum_products = stacked(&sum_products)?;
+        let row_products = stacked(&row_products, Some(place))?;
+        let sum_products = stacked(&sum_products, None)?;
         let sums = usize::from(self.has_task) + names.len();
         let groups = groups as usize;
         let grams = (0..groups)
@@ -313,11 +312,18 @@ fn sum_of_groups(rows: &Tensor, groups: i64) -> Tensor {
     rows.reshape([groups, -1, width]).sum_dim_intlist(1, false, rows.kind())
 }
 
-fn stacked(matrices: &[Tensor]) -> Result<Vec<f64>> {
+/// Matrices `[P, n, n]` of all parameters, one after the other, with rows and columns in the order of
+/// `places`.
+fn stacked(matrices: &[Tensor], places: Option<&Tensor>) -> Result<Vec<f64>> {
     if matrices.is_empty() {
         return Ok(Vec::new());
     }
-    numbers(&Tensor::f_stack(matrices, 0)?)
+    let mut all = Tensor::f_stack(matrices, 0)?;
+    if let Some(places) = places {
+        let places = places.to_device(all.device());
+        all = all.index_select(2, &places).index_select(3, &places);
+    }
+    numbers(&all)
 }
 
 /// One transfer from the device.

@@ -30,7 +30,7 @@ use crate::policy::{Parameter, Policy};
 
 /// Tokens times parameters up to which groups are taken together: a pass over so many is long enough
 /// that the overhead of its operations does not show.
-const PACK_WORK: usize = 1 << 31;
+const PACK_WORK: usize = 1 << 29;
 
 /// Reads per-trajectory gradients from batched passes.
 #[derive(Debug)]
@@ -511,12 +511,16 @@ impl Engine for BatchedEngine {
         }
         let weights: usize =
             policy.parameters().iter().map(|parameter| parameter.tensor.numel()).sum();
-        let (mut rows, mut longest) = (0, 0);
+        let (mut rows, mut longest, mut alone) = (0, 0, 0);
         let fit = groups.iter().take_while(|(size, tokens)| {
             longest = longest.max(*tokens);
             rows += size;
+            alone += size * tokens;
             let padded = rows * longest;
-            *size == groups[0].0 && padded <= self.token_budget && padded * weights <= PACK_WORK
+            *size == groups[0].0
+                && padded <= self.token_budget
+                && padded * weights <= PACK_WORK
+                && padded * 4 <= alone * 5
         });
         fit.count().max(1)
     }

@@ -172,7 +172,23 @@ fn summed(gradient: &Tensor, shape: &[i64], sizes: &[i64], rows: i64) -> Result<
     } else {
         target[2..].copy_from_slice(&sizes[1..]);
     }
-    Ok(gradient.reshape(&split).sum_to_size(&target).reshape([rows, -1]))
+    let gradient = gradient.reshape(&split);
+    if target[1..target.len() - 1].iter().all(|size| *size == 1) && target.last() == split.last() {
+        // Over all but the last dimension: a product with ones is the fastest sum.
+        let width = split[split.len() - 1];
+        let gradient = gradient.reshape([rows, -1, width]);
+        return Ok(ones(&gradient).bmm(&gradient).squeeze_dim(1));
+    }
+    Ok(gradient.sum_to_size(&target).reshape([rows, -1]))
+}
+
+/// `[rows, 1, tokens]`
+fn ones(tokens: &Tensor) -> Tensor {
+    let size = tokens.size();
+    Tensor::ones([1, 1, size[1]], (tokens.kind(), tokens.device())).expand(
+        [size[0], 1, size[1]],
+        false,
+    )
 }
 
 /// `[rows, E·in·out]` of inputs `[E, n, in]` and gradients `[E, n, out]`, n over rows first.

@@ -97,11 +97,14 @@ impl Projection {
     ) -> Self {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         random.set_stream(stream);
+        let bits = Tensor::from_slice(&[1_u8, 2, 4, 8, 16, 32, 64, 128]);
         let mut signs = |rows: i64| {
-            let mut bytes = vec![0_u8; (rows * dimensions) as usize];
+            let count = rows * dimensions;
+            let mut bytes = vec![0_u8; (count as usize).div_ceil(8)];
             random.fill_bytes(&mut bytes);
-            let bits = Tensor::from_slice(&bytes).bitwise_and(1).to_device(device);
-            (bits.to_kind(kind) * 2.0 - 1.0).reshape([rows, dimensions])
+            let drawn = Tensor::from_slice(&bytes).unsqueeze(1).bitwise_and_tensor(&bits).ne(0);
+            let drawn = drawn.reshape([-1]).narrow(0, 0, count).to_device(device);
+            (drawn.to_kind(kind) * 2.0 - 1.0).reshape([rows, dimensions])
         };
         // A vector has one row, whose sign would not matter.
         let right = signs(width);

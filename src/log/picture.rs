@@ -42,6 +42,8 @@ impl Picture {
         let mut encoder = png::Encoder::new(&mut bytes, self.width, self.height);
         encoder.set_color(png::ColorType::Rgb);
         encoder.set_depth(png::BitDepth::Eight);
+        // Flat colours: the fast encoder is a quarter of a second faster in a debug build.
+        encoder.set_compression(png::Compression::Fast);
         let encoded = encoder.write_header().and_then(|mut writer| {
             writer.write_image_data(&self.pixels)?;
             writer.finish()
