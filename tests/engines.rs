@@ -115,16 +115,70 @@ fn a_layer_used_twice_is_added_before_products_are_taken() {
     assert_equal(&plain, &batched, 1e-10, "in place");
 }
 
+/// Slices, einsum, one matrix a head, a packed projection, added positions, a grouped convolution,
+/// `rms_norm`, a broadcast scale.
+#[test]
+fn weights_are_found_behind_views() {
+    let folder = study(&fixture("views.pt"));
+    let (plain, batched, log) = both(&folder, &[]);
+    assert!(!log.contains("row by row"), "{log}");
+    assert_equal(&plain, &batched, 1e-10, "views");
+}
+
 /// What the graph does not show by rows is taken by the plain way, and named.
 #[test]
 fn other_layers_are_taken_row_by_row() {
-    // Both lay tokens out as [T * B] somewhere, which the row that is recomputed shows.
-    for (name, parameter) in [("lstm.pt", "lstm.weight_ih_l0"), ("time_major.pt", "inner.weight")] {
+    // All lay tokens out as [T * B] somewhere, which the row that is recomputed shows.
+    for (name, parameter) in [
+        ("lstm.pt", "lstm.weight_ih_l0"),
+        ("gru.pt", "gru.weight_ih_l0"),
+        ("time_major.pt", "inner.weight"),
+    ] {
         let folder = study(&fixture(name));
         let (plain, batched, log) = both(&folder, &[]);
         assert!(log.contains("row by row") && log.contains(parameter), "{log}");
         assert!(!log.contains("head.weight"), "{log}");
         assert_equal(&plain, &batched, 1e-10, name);
+    }
+}
+
+/// Groups beyond the token budget are taken in micro-batches, whose rows meet in the products.
+#[test]
+fn micro_batches_change_nothing() {
+    for name in ["double.pt", "views.pt", "lstm.pt"] {
+        let folder = study(&fixture(name));
+        for budget in ["decomposition.token_budget=1", "decomposition.token_budget=40"] {
+            let (plain, batched, _) = both(&folder, &[budget]);
+            assert_equal(&plain, &batched, 1e-10, &format!("{name}, {budget}"));
+        }
+    }
+}
+
+/// One pass for the regularizer: its norm is that of the parts together, and those are not known.
+#[test]
+fn combined_components_are_the_sum_of_the_parts() {
+    let folder = study(&fixture("double.pt"));
+    let (separate, _, _) = both(&folder, &[]);
+    let (plain, batched, _) = both(&folder, &["decomposition.components=combined"]);
+    for records in [&plain, &batched] {
+        for (record, separate) in records.iter().zip(&separate) {
+            for key in ["task_norm", "signal_sq", "reg_norm", "total_norm", "cos_task_reg"] {
+                assert_eq!(record[key].is_null(), separate[key].is_null(), "{key}");
+                let Some(expected) = separate[key].as_f64() else { continue };
+                let found = number(&record[key]);
+                assert_close(found, expected, 1e-10, expected.abs(), key);
+            }
+            for key in ["kl_unit_norm", "entropy_unit_norm", "cos_kl_entropy"] {
+                assert!(record[key].is_null() && !separate[key].is_null(), "{key}");
+            }
+        }
+    }
+    // Nothing to combine: no pass at all, and no regularizer.
+    let none = ["algorithm.kl.coef=0", "algorithm.entropy_coef=0"];
+    let settings = [&none[..], &["decomposition.components=combined"]].concat();
+    let (plain, batched, _) = both(&folder, &settings);
+    for record in plain.iter().chain(&batched) {
+        assert_eq!(number(&record["reg_norm"]), 0.0);
     }
 }
 
@@ -161,7 +215,7 @@ fn step_policies_are_taken_apart_too() {
     }
     let folder = StudyFolder::new(&fixture("conv_step.pt"), &nested, YAML);
     let (plain, batched, log) = both(&folder, &settings);
-    assert!(log.contains("conv.weight"), "{log}");
+    assert!(!log.contains("row by row"), "{log}");
     assert_equal(&plain, &batched, 1e-10, "conv");
 }
 
@@ -169,7 +223,7 @@ fn step_policies_are_taken_apart_too() {
 /// plain engine.
 #[test]
 fn a_model_that_cannot_be_batched_is_told() {
-    for name in ["mixing.pt", "dropout.pt"] {
+    for name in ["mixing.pt", "batch_norm.pt", "dropout.pt"] {
         let folder = study(&fixture(name));
         let output = folder.run(&["--set", "decomposition.engine=batched"]);
         assert_eq!(output.status.code(), Some(2), "{name}: {}", stderr(&output));
@@ -197,14 +251,6 @@ fn a_model_that_cannot_be_batched_is_told() {
 }
 
 #[test]
-fn a_group_beyond_the_token_budget_is_taken_row_by_row() {
-    let folder = study(&fixture("double.pt"));
-    let (plain, batched, log) = both(&folder, &["decomposition.token_budget=10"]);
-    assert!(log.contains("decomposition.token_budget"), "{log}");
-    assert_eq!(plain, batched);
-}
-
-#[test]
 fn the_quickstart_is_the_same_by_both() {
     let run = |engine: &str| {
         let folder = tempfile::tempdir().unwrap();
@@ -220,4 +266,77 @@ fn the_quickstart_is_the_same_by_both() {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
     };
     assert_equal(&run("loop"), &run("batched"), 1e-10, "quickstart");
+}
+
+/// A sketch is unbiased, and its error bar is right: over seeds, the exact number is within two
+/// standard errors about as often as it should be, and the mean is on it.
+#[test]
+fn a_sketch_is_unbiased_and_knows_its_error() {
+    let folder = study(&fixture("llama.pt"));
+    let run = |settings: &[&str]| {
+        let mut arguments = vec!["--force"];
+        settings.iter().for_each(|setting| arguments.extend(["--set", setting]));
+        let output = folder.run(&arguments);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        folder.prompts()
+    };
+    let exact = run(&["decomposition.engine=batched"]);
+    assert!(exact.iter().all(|record| record["sketch_se"].is_null()));
+    let seeds = 40;
+    let sketches: Vec<Vec<Value>> = (0..seeds)
+        .map(|seed| {
+            let seed = format!("decomposition.seed={seed}");
+            run(&["decomposition.engine=sketch", "decomposition.sketch_dimensions=32", &seed])
+        })
+        .collect();
+    for key in ["signal_sq", "noise_sq"] {
+        let (mut inside, mut count) = (0, 0);
+        for (group, exact) in exact.iter().enumerate().filter(|(_, row)| !row["snr_se"].is_null()) {
+            let expected = number(&exact[key]);
+            let found: Vec<f64> = sketches.iter().map(|rows| number(&rows[group][key])).collect();
+            let errors: Vec<f64> =
+                sketches.iter().map(|rows| number(&rows[group]["sketch_se"][key])).collect();
+            let n = found.len() as f64;
+            let mean = found.iter().sum::<f64>() / n;
+            let spread = found.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0);
+            let off = (mean - expected) / (spread / n).sqrt();
+            assert!(off.abs() < 4.0, "{key}, group {group}: {off} standard errors off");
+            let mean_error = errors.iter().map(|error| error * error).sum::<f64>() / n;
+            let ratio = (mean_error / spread).sqrt();
+            assert!(
+                (0.6..1.7).contains(&ratio),
+                "{key}, group {group}: error bar {ratio} of the spread"
+            );
+            inside += found
+                .iter()
+                .zip(&errors)
+                .filter(|(found, error)| (*found - expected).abs() < 2.0 * **error)
+                .count();
+            count += found.len();
+        }
+        assert!(count > 0);
+        // 95 % if the estimates were normal.
+        assert!(inside * 100 > count * 85, "{key}: {inside} of {count} within two standard errors");
+    }
+}
+
+/// The sketch of the loop's gradients is that of the batch: parameters taken row by row and found in
+/// the graph, seed by seed.
+#[test]
+fn a_sketch_does_not_depend_on_the_way() {
+    for name in ["lstm.pt", "views.pt"] {
+        let folder = study(&fixture(name));
+        let run = |settings: &[&str]| {
+            let mut arguments = vec!["--force", "--set", "decomposition.engine=sketch"];
+            settings.iter().for_each(|setting| arguments.extend(["--set", setting]));
+            let output = folder.run(&arguments);
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+            folder.prompts()
+        };
+        let whole = run(&[]);
+        let chunked = run(&["decomposition.token_budget=40"]);
+        assert_equal(&whole, &chunked, 1e-10, name);
+        let single = run(&["decomposition.token_budget=1"]);
+        assert_equal(&whole, &single, 1e-10, name);
+    }
 }

@@ -55,9 +55,16 @@ pub struct BatchedEngine {
     notes: Vec<String>,
 }
 
+/// Groups that were taken, and which of their rows shared a batch with others: only these can show
+/// that a batch mixes its rows, or lays them out otherwise.
+struct Taken {
+    pack: PackResult,
+    shared: Vec<bool>,
+}
+
 /// A trial of a batch.
 enum Trial {
-    Done(Box<PackResult>),
+    Done(Box<Taken>),
     /// These parameters have to be taken row by row.
     Uncovered(Vec<usize>),
 }
@@ -89,7 +96,7 @@ impl BatchedEngine {
     }
 
     /// The result, after as many trials as it takes to learn which parameters go row by row.
-    fn batch(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
+    fn batch(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<Taken> {
         loop {
             if inputs.len() > 1 && !self.by_rows.is_empty() {
                 return self.one_by_one(scorer, inputs);
@@ -104,12 +111,14 @@ impl BatchedEngine {
         }
     }
 
-    fn one_by_one(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
-        let mut pack = self.batch(scorer, &inputs[..1])?;
+    fn one_by_one(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<Taken> {
+        let mut taken = self.batch(scorer, &inputs[..1])?;
         for at in 1..inputs.len() {
-            pack.extend(self.batch(scorer, &inputs[at..=at])?)?;
+            let next = self.batch(scorer, &inputs[at..=at])?;
+            taken.pack.extend(next.pack)?;
+            taken.shared.extend(next.shared);
         }
-        Ok(pack)
+        Ok(taken)
     }
 
     fn trial(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<Trial> {
@@ -133,16 +142,19 @@ impl BatchedEngine {
             batches: Batches::new(parameters.len(), inputs.len() as i64),
         };
         let mut stats = vec![RowStats::default(); whole.rows.len()];
+        let mut shared = vec![false; whole.rows.len()];
         for chosen in &chunks {
             let micro = whole.select(chosen);
             let batch = policy.batch_logits(&micro.rows)?;
-            if !self.logits_checked {
+            if !self.logits_checked && chosen.len() > 1 {
                 check_logits(policy, &micro, &batch.logits, &inputs[0].group.id)?;
                 self.logits_checked = true;
             }
             let (upstream, found) = Upstream::new(scorer, &micro, &batch.logits, &batch.actions)?;
+            let longest = micro.rows.iter().map(|row| row.forward_tokens()).max();
             for (row, found) in chosen.iter().zip(found) {
                 stats[*row] = found;
+                shared[*row] = chosen.len() > 1 && longest > Some(1);
             }
             if let Err(uncovered) =
                 run.micro_batch(&batch.logits, &upstream, chosen, self.sketch.as_mut())?
@@ -158,9 +170,9 @@ impl BatchedEngine {
             self.compare_watched(policy, watched, &expected, on_task, &assembled)?;
         }
         self.batches += 1;
-        assembled
-            .into_pack(inputs, stats, self.by_parameter || !self.row_checked)
-            .map(|pack| Trial::Done(Box::new(pack)))
+        let by_parameter = self.by_parameter || !self.row_checked;
+        let pack = assembled.into_pack(inputs, stats, by_parameter)?;
+        Ok(Trial::Done(Box::new(Taken { pack, shared })))
     }
 
     /// The parameter whose gradient is taken by autograd too, another one in each batch.
@@ -218,10 +230,10 @@ impl BatchedEngine {
     /// A batch one of whose rows has been compared with its plain gradient, if none was before.
     /// Parameters that deviate are taken row by row from then on, unless that does not help.
     fn checked_batch(&mut self, scorer: &Scorer, inputs: &[GroupInput]) -> Result<PackResult> {
-        let mut result = self.batch(scorer, inputs)?;
+        let mut taken = self.batch(scorer, inputs)?;
         let mut last = false;
         while !self.row_checked {
-            let Some((row, deviations)) = self.deviations(scorer, inputs, &result)? else { break };
+            let Some((row, deviations)) = self.deviations(scorer, inputs, &taken)? else { break };
             let Some(worst) = deviations.first() else {
                 self.row_checked = true;
                 break;
@@ -235,26 +247,30 @@ impl BatchedEngine {
             }
             self.by_rows.extend(deviations.iter().map(|found| found.parameter));
             self.note_by_rows(scorer.policy);
-            result = self.batch(scorer, inputs)?;
+            taken = self.batch(scorer, inputs)?;
             last = true;
         }
-        Ok(result)
+        Ok(taken.pack)
     }
 
     /// Recomputes one row by the plain way, and returns the parameters for which its gradient has
-    /// another norm than in the batch; `None` if no row has a gradient.
+    /// another norm than in the batch; `None` if no row that shared a batch has a gradient.
     fn deviations(
         &self,
         scorer: &Scorer,
         inputs: &[GroupInput],
-        result: &PackResult,
+        taken: &Taken,
     ) -> Result<Option<(usize, Vec<Deviation>)>> {
-        let candidates: Vec<(usize, usize)> = result
-            .groups
+        let groups = &taken.pack.groups;
+        let candidates: Vec<(usize, usize)> = groups
             .iter()
             .enumerate()
             .flat_map(|(group, result)| (0..result.products.rows).map(move |row| (group, row)))
-            .filter(|(group, row)| result.groups[*group].products.gram.get(*row, *row) > 0.0)
+            .zip(&taken.shared)
+            .filter(|((group, row), shared)| {
+                **shared && groups[*group].products.gram.get(*row, *row) > 0.0
+            })
+            .map(|(place, _)| place)
             .collect();
         if candidates.is_empty() {
             return Ok(None);
@@ -279,7 +295,7 @@ impl BatchedEngine {
         let tolerance = tolerance(scorer.policy.dtype());
         let mut deviations: Vec<Deviation> = plain
             .iter()
-            .zip(&result.groups[group].by_parameter)
+            .zip(&groups[group].by_parameter)
             .enumerate()
             .map(|(parameter, (plain, batched))| Deviation {
                 parameter,

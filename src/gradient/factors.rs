@@ -185,10 +185,8 @@ fn summed(gradient: &Tensor, shape: &[i64], sizes: &[i64], rows: i64) -> Result<
 /// `[rows, 1, tokens]`
 fn ones(tokens: &Tensor) -> Tensor {
     let size = tokens.size();
-    Tensor::ones([1, 1, size[1]], (tokens.kind(), tokens.device())).expand(
-        [size[0], 1, size[1]],
-        false,
-    )
+    Tensor::ones([1, 1, size[1]], (tokens.kind(), tokens.device()))
+        .expand([size[0], 1, size[1]], false)
 }
 
 /// `[rows, E·in·out]` of inputs `[E, n, in]` and gradients `[E, n, out]`, n over rows first.
