@@ -48,6 +48,8 @@ fn compile_shim(lib: &Path) {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
+        // In a debug build too: walking a graph is a good part of a small batch.
+        .opt_level(2)
         // Warnings of libtorch's headers are not ours to mend.
         .flag(format!("-isystem{}", include.display()))
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))

@@ -7,7 +7,7 @@ use crate::objective::precise;
 
 /// Elements of gradients by rows that are formed at a time: they stay in the caches until their
 /// products are taken.
-const CHUNK: i64 = 1 << 20;
+const CHUNK: i64 = 1 << 22;
 /// From this height on a matrix is a vocabulary's.
 const LARGE: i64 = 8192;
 
@@ -134,7 +134,9 @@ fn through_gradients(batches: &[Uses], groups: i64) -> (Tensor, Tensor) {
     let each = rows / groups;
     let mut products = Tensor::zeros([groups, each, each], (precise(device), device));
     let mut sums = Vec::new();
-    let step = (CHUNK / (rows * width)).clamp(1, height);
+    let most = (CHUNK / (rows * width)).clamp(1, height);
+    let slices = (height + most - 1) / most;
+    let step = (height + slices - 1) / slices;
     let mut start = 0;
     while start < height {
         let count = step.min(height - start);
