@@ -6,7 +6,7 @@ mod record;
 pub use prepare::PreparedBatch;
 pub use record::SIGNIFICANT;
 pub use record::{
-    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, RatioRecord, StudyReport,
+    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, PolicyRecord, RatioRecord, StudyReport,
 };
 
 use std::ops::ControlFlow;
