@@ -1,6 +1,5 @@
 //! `gradprism diagnose`.
 
-use std::fmt::Write;
 use std::ops::ControlFlow;
 
 use clap::Args;
@@ -138,16 +137,10 @@ fn table(report: &DiagnosisReport) -> String {
         table.add_row(row(step));
     }
     let mut text = format!("{table}\n");
-    for step in &report.steps {
-        // Writing to a string cannot fail.
-        if step.judgement.baseline.is_none() {
-            let _ = writeln!(
-                text,
-                "step {}: no baseline yet; a healthy run's state.json as diagnostics.baseline is one, or the first diagnostics.baseline_steps of this run",
-                step.step
-            );
-            break;
-        }
+    if report.steps.last().is_some_and(|step| step.judgement.baseline.is_none()) {
+        text.push_str(
+            "no baseline yet: a healthy run's state.json as diagnostics.baseline is one, or the first diagnostics.baseline_steps of a run\n",
+        );
     }
     text
 }

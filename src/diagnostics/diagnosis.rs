@@ -99,6 +99,8 @@ impl Diagnosis {
         let names_reasoning = rollouts.trajectories().any(|row| row.reasoning.is_some());
         let (history, judge) = past(&config.diagnostics)?;
         let plan = plan(&config, &rollouts, &history)?;
+        let first_step = plan.first().map_or(0, |step| step.step);
+        let warnings = early_warnings(&rollouts, &history, first_step);
         let options = PolicyOptions {
             // Any weights will do: no gradient is taken.
             trainable: PolicyOptions::default().trainable,
@@ -106,7 +108,7 @@ impl Diagnosis {
         };
         let mut diagnosis = Self {
             names_reasoning,
-            warnings: read_warnings(&rollouts),
+            warnings,
             config,
             device,
             options,
@@ -311,14 +313,14 @@ impl Diagnosis {
                 .collect();
         }
         let is_healthy = record.valid_share >= self.judge.min_valid;
-        let replaced = self.history.push(Entry {
+        self.history.push(Entry {
             step: record.step,
             valid_share: record.valid_share,
             // Survivors of a format collapse are no sample of the policy.
             measured: record.metrics.as_ref().filter(|_| is_healthy).map(Measured::from),
         });
         record.judgement = self.history.judge(&self.judge);
-        record.warnings.extend(warnings(&record, replaced));
+        record.warnings.extend(warnings(&record));
         if self.config.diagnostics.sampling == Sampling::FirstTurn {
             record.warnings.extend(unequal_contexts(&record));
         }
@@ -382,10 +384,20 @@ fn plan(config: &Config, rollouts: &Rollouts, history: &History) -> Result<Vec<P
         .collect())
 }
 
-fn read_warnings(rollouts: &Rollouts) -> Vec<String> {
-    let count = rollouts.report.without_sampled_token;
-    let warning = format!("{count} trajectories without a sampled token were left out");
-    (count > 0).then_some(warning).into_iter().collect()
+/// What is odd before anything is scored.
+fn early_warnings(rollouts: &Rollouts, history: &History, first_step: i64) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let unsampled = rollouts.report.without_sampled_token;
+    if unsampled > 0 {
+        warnings.push(format!("{unsampled} trajectories without a sampled token were left out"));
+    }
+    let held = history.held_from(first_step);
+    if held > 0 {
+        warnings.push(format!(
+            "diagnostics.state already holds {held} steps from step {first_step} on; they are replaced"
+        ));
+    }
+    warnings
 }
 
 /// The mean difference per token of the stored and the own log-probabilities of the rows.
@@ -417,12 +429,9 @@ fn unequal_contexts(record: &StepRecord) -> Option<String> {
 }
 
 /// Warnings that only the numbers can give.
-fn warnings(record: &StepRecord, replaced: usize) -> Vec<String> {
+fn warnings(record: &StepRecord) -> Vec<String> {
     let mut warnings = Vec::new();
     let spans = &record.spans;
-    if replaced > 0 {
-        warnings.push(format!("the state held {replaced} steps from here on; they are replaced"));
-    }
     if record.judgement.regime == Some(Regime::FormatCollapse) {
         warnings.push(format!(
             "only {} of {} trajectories have a reasoning span to score ({} have none, {} spans are empty): format collapse; the metrics are of the survivors, and no sample of the policy",
@@ -439,7 +448,8 @@ fn warnings(record: &StepRecord, replaced: usize) -> Vec<String> {
             "old_logprobs differ from this policy's by {gap:.3} a token: the spans come from another policy, temperature or tokenizer, and its mutual information is not that of this one"
         ));
     }
-    if record.judgement.alarm {
+    // A step that could not be measured tells nothing new of the fall.
+    if record.judgement.alarm && record.judgement.standardised_mi.is_some() {
         warnings.push(format!(
             "early warning: the mutual information has been falling (CUSUM {:.1})",
             record.judgement.cusum.unwrap_or_default()

@@ -175,14 +175,16 @@ impl History {
         self.entries.last().map(|entry| entry.step)
     }
 
+    /// How many steps it holds from one on.
+    pub fn held_from(&self, step: i64) -> usize {
+        self.entries.iter().filter(|entry| entry.step >= step).count()
+    }
+
     /// Adds a step. What stood there at this step or after is replaced, as where training was resumed
-    /// from an earlier checkpoint; returns how many.
-    pub fn push(&mut self, entry: Entry) -> usize {
-        let before = self.entries.len();
+    /// from an earlier checkpoint.
+    pub fn push(&mut self, entry: Entry) {
         self.entries.retain(|earlier| earlier.step < entry.step);
-        let replaced = before - self.entries.len();
         self.entries.push(entry);
-        replaced
     }
 
     /// What was measured, in order.

@@ -157,16 +157,16 @@ impl Plane<'_> {
         line(picture, axes.place(x, 0.0), axes.place(x, top), INK)?;
         line(picture, axes.place(0.0, y), axes.place(right, y), INK)?;
         let small = MonoTextStyle::new(&FONT_7X13, INK);
-        let high = axes.place(0.0, top) + Point::new(4, 14);
-        let low = axes.place(0.0, 0.0) + Point::new(4, -6);
-        let beyond = Point::new(axes.place(x, 0.0).x - LEFT, 0);
-        for (name, at) in [
-            ("compressed", high),
-            ("diverse", high + beyond),
-            ("low-entropy collapse", low),
-            ("template collapse", low + beyond),
+        let (below, above) = (Point::new(0, 14), Point::new(0, -6));
+        let margin = Point::new(4, 0);
+        // In the outer corners, where the lines may leave little room beside them.
+        for (name, corner, shift, alignment) in [
+            ("compressed", axes.place(0.0, top), below + margin, Alignment::Left),
+            ("diverse", axes.place(right, top), below - margin, Alignment::Right),
+            ("low-entropy collapse", axes.place(0.0, 0.0), above + margin, Alignment::Left),
+            ("template collapse", axes.place(right, 0.0), above - margin, Alignment::Right),
         ] {
-            Text::new(name, at, small).draw(picture)?;
+            Text::with_alignment(name, corner + shift, small, alignment).draw(picture)?;
         }
         Ok(())
     }
