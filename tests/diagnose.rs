@@ -323,6 +323,44 @@ fn several_checkpoints_are_as_many_steps() {
     assert_ne!(steps[0]["metrics"]["mi_estimate"], steps[1]["metrics"]["mi_estimate"]);
 }
 
+/// Ctrl-C: finished steps are written and marked, and the exit code is 130.
+#[cfg(unix)]
+#[test]
+fn an_interrupted_diagnosis_keeps_what_is_finished() {
+    // Long enough that a signal comes in between: forward passes of a few sequences.
+    let rows: Vec<Value> = (0..400).flat_map(quickstart_lines).collect();
+    let yaml = "diagnostics: {token_budget: 64, state: past.json}\n";
+    let folder = StudyFolder::new(&config("quickstart/policy.pt"), &rows, yaml);
+    let mut command = gradprism(&["diagnose"]);
+    command.arg(folder.path("study.yaml")).arg("--out").arg(folder.path("out"));
+    command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // The first step is in TensorBoard when a picture makes the file large.
+    let is_begun = || {
+        let entries =
+            std::fs::read_dir(folder.path("out/.partial")).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.metadata().ok()).any(|data| data.len() > 10_000)
+    };
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
+    while !is_begun() {
+        assert!(std::time::Instant::now() < deadline && child.try_wait().unwrap().is_none());
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(kill.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    let report = read(&folder.path("out/diagnosis.json"));
+    assert_eq!(report["partial"], true);
+    let done = report["steps"].as_array().unwrap().len();
+    assert!((1..400).contains(&done), "{done}");
+    // The state goes as far as the report, and the lines of the matrix too.
+    let past = read(&folder.path("past.json"));
+    assert_eq!(past["entries"].as_array().unwrap().len(), done);
+    assert_eq!(read_lines(&folder.path("out/scores.jsonl")).len(), done * 64);
+    assert!(!folder.path("out/.partial").exists());
+}
+
 /// Runs, and expects one error that says all of `says`, the exit code, and no output.
 #[track_caller]
 fn assert_refused(folder: &StudyFolder, arguments: &[&str], code: i32, says: &[&str]) {

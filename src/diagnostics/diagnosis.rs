@@ -2,17 +2,17 @@
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 
 use tch::Device;
 
 use super::cross::{Cost, CrossPlan, ScoreOptions};
 use super::history::{Entry, History, JudgeOptions, Judgement, Measured};
+use super::prepare::{PlannedStep, early_warnings, past, plan};
 use super::record::{ByMarginal, DiagnosisReport, RowRecord, StepRecord};
-use super::regime::{Baseline, Regime};
+use super::regime::Regime;
 use super::sampling::{Draw, Sampling};
 use super::spans::{Span, SpanCounts, offered};
-use crate::config::{Config, DiagnosticsConfig};
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gradient::mean;
 use crate::policy::{Policy, PolicyKind, PolicyOptions, Problem};
@@ -52,19 +52,12 @@ pub struct Diagnosis {
     rollouts: Rollouts,
     /// Whether any line of the file lists reasoning spans.
     names_reasoning: bool,
-    /// The step, the batch and the checkpoint of every step.
     plan: Vec<PlannedStep>,
     cost: Cost,
     history: History,
     judge: JudgeOptions,
     first: Option<Policy>,
     warnings: Vec<String>,
-}
-
-struct PlannedStep {
-    step: i64,
-    batch: usize,
-    checkpoint: PathBuf,
 }
 
 impl Diagnosis {
@@ -326,78 +319,6 @@ impl Diagnosis {
         }
         Ok(Some(record))
     }
-}
-
-/// The past of this run, and how it is read.
-fn past(diagnostics: &DiagnosticsConfig) -> Result<(History, JudgeOptions)> {
-    let (marginal, sampling) = (diagnostics.marginal, diagnostics.sampling);
-    let history = match &diagnostics.state {
-        Some(path) if path.exists() => {
-            History::load(path, "diagnostics.state", marginal, sampling)?
-        }
-        Some(path) if !path.parent().is_some_and(Path::is_dir) => {
-            return Err(Error::config(
-                "diagnostics.state",
-                format!("expected a file in a folder that exists, found {}", path.display()),
-            ));
-        }
-        _ => History::new(marginal, sampling),
-    };
-    let key = "diagnostics.baseline";
-    let baseline = match &diagnostics.baseline {
-        None => None,
-        Some(path) => {
-            let steps: Vec<Measured> =
-                History::load(path, key, marginal, sampling)?.measured().copied().collect();
-            let none = || {
-                Error::config(
-                    key,
-                    format!("{}: expected at least one measured step, found none", path.display()),
-                )
-            };
-            Some(Baseline::of(&steps).ok_or_else(none)?)
-        }
-    };
-    let judge = JudgeOptions {
-        baseline,
-        baseline_steps: diagnostics.baseline_steps,
-        low: diagnostics.low,
-        min_valid: diagnostics.min_valid,
-    };
-    Ok((history, judge))
-}
-
-fn plan(config: &Config, rollouts: &Rollouts, history: &History) -> Result<Vec<PlannedStep>> {
-    let steps: Vec<Option<i64>> = rollouts.batches.iter().map(|batch| batch.step).collect();
-    let checkpoints = config.checkpoints(&steps)?;
-    // Rollouts without steps are one batch, whatever the number of checkpoints.
-    let last = rollouts.batches.len() - 1;
-    let after_state = history.last_step().map_or(0, |step| step.saturating_add(1));
-    Ok(checkpoints
-        .into_iter()
-        .enumerate()
-        .map(|(index, checkpoint)| {
-            let batch = index.min(last);
-            let step = steps[batch].unwrap_or(after_state.saturating_add(index as i64));
-            PlannedStep { step, batch, checkpoint }
-        })
-        .collect())
-}
-
-/// What is odd before anything is scored.
-fn early_warnings(rollouts: &Rollouts, history: &History, first_step: i64) -> Vec<String> {
-    let mut warnings = Vec::new();
-    let unsampled = rollouts.report.without_sampled_token;
-    if unsampled > 0 {
-        warnings.push(format!("{unsampled} trajectories without a sampled token were left out"));
-    }
-    let held = history.held_from(first_step);
-    if held > 0 {
-        warnings.push(format!(
-            "diagnostics.state already holds {held} steps from step {first_step} on; they are replaced"
-        ));
-    }
-    warnings
 }
 
 /// The mean difference per token of the stored and the own log-probabilities of the rows.

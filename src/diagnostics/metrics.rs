@@ -91,7 +91,9 @@ impl CrossScores {
         }
         let numbers = log_likelihood.detach().to_kind(precise(log_likelihood.device()));
         let log_likelihood: Vec<f64> = Vec::try_from(numbers.to_device(Device::Cpu).reshape([-1]))?;
-        if let Some(at) = log_likelihood.iter().position(|score| !(*score < f64::INFINITY)) {
+        if let Some(at) =
+            log_likelihood.iter().position(|score| score.is_nan() || *score == f64::INFINITY)
+        {
             return refuse(
                 "log_likelihood",
                 "log-probabilities".into(),

@@ -10,6 +10,7 @@ mod cross;
 mod diagnosis;
 mod history;
 mod metrics;
+mod prepare;
 mod record;
 mod regime;
 mod retrieval;
