@@ -419,6 +419,19 @@ fn bad_input_is_one_clear_error() {
     let says = ["rollouts.jsonl:3", "response_ids[1]", "below 16", "found 99"];
     assert_refused(&gpt2(&rows, ""), &[], FAILED, &says);
 
+    // Each context and each span fits, and not the longest of both.
+    let mut rows = good_lines();
+    rows[0]["prompt_ids"] = json!(vec![1; 40]);
+    rows[5]["response_ids"] = json!(vec![1; 40]);
+    rows[5]["response_mask"] = json!(vec![1; 40]);
+    for row in &mut rows {
+        for key in ["ref_logprobs", "values"] {
+            row.as_object_mut().unwrap().remove(key);
+        }
+    }
+    let says = ["every span is scored under every context", "up to 79 tokens"];
+    assert_refused(&gpt2(&rows, ""), &[], FAILED, &says);
+
     // A state of another marginal is not carried on.
     let folder = gpt2(&good_lines(), "diagnostics: {state: past.json}\n");
     diagnosis(&folder, &[]);

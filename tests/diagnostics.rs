@@ -8,8 +8,9 @@ use std::ops::ControlFlow;
 use common::{assert_close, fixture, synthetic_batch};
 use gradprism::diagnostics::{
     Baseline, CrossPlan, CrossScores, Cusum, Entry, History, JudgeOptions, Marginal, Measured,
-    Regime, Sampling, ScoreOptions, Span, ema, offered,
+    Regime, RowRecord, Sampling, ScoreOptions, Span, ema, offered,
 };
+use gradprism::log::{Heatmap, Picture, Plane};
 use gradprism::objective::{gather, log_probs};
 use gradprism::policy::{Policy, PolicyOptions};
 use gradprism::rollout::{Content, Trajectory};
@@ -407,6 +408,56 @@ fn a_baseline_without_information_or_spread_judges_nothing() {
     assert_eq!(one.shares(&measured(0.5, 1.0)), Some((0.5, 0.5)));
     let none = Baseline::of(&[measured(0.0, 2.0), measured(0.0, 2.0)]).unwrap();
     assert_eq!((none.standardised(0.5), none.shares(&measured(0.5, 1.0))), (None, None));
+}
+
+/// The color of a pixel, by way of the PNG file.
+fn pixel(picture: &Picture, x: usize, y: usize) -> [u8; 3] {
+    let png = std::io::Cursor::new(picture.to_png().unwrap());
+    let mut reader = png::Decoder::new(png).read_info().unwrap();
+    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+    reader.next_frame(&mut pixels).unwrap();
+    let at = (y * picture.width() as usize + x) * 3;
+    [pixels[at], pixels[at + 1], pixels[at + 2]]
+}
+
+const DARK: [u8; 3] = [20, 60, 120];
+const RED: [u8; 3] = [200, 60, 20];
+const BLUE: [u8; 3] = [90, 130, 180];
+
+#[test]
+fn the_pictures_show_the_matrix_and_the_way() {
+    let row = |column, log_likelihood: [f64; 3]| RowRecord {
+        step: 0,
+        group_id: "g".into(),
+        trajectory_id: None,
+        line: 1,
+        span: (0, 2),
+        length: 2,
+        column,
+        log_likelihood: log_likelihood.to_vec(),
+    };
+    let rows = [row(0, [-1.0, -5.0, f64::NEG_INFINITY]), row(2, [-9.0, -5.0, -9.0])];
+    let picture = Heatmap { rows: &rows }.draw();
+    // Cells of 24 pixels from (80, 50). Finite losses per token: 2, 2, 2, so that 4 is white.
+    let cell = |row: usize, column: usize| pixel(&picture, 92 + 24 * column, 62 + 24 * row);
+    let half = DARK.map(|dark| ((f64::from(dark) + 255.0) / 2.0).round() as u8);
+    assert_eq!([cell(0, 0), cell(0, 1), cell(0, 2)], [DARK, half, [255; 3]]);
+    assert_eq!([cell(1, 0), cell(1, 1), cell(1, 2)], [half, DARK, half]);
+    // The own context is ringed.
+    assert_eq!(pixel(&picture, 80, 62), RED);
+    assert_eq!(pixel(&picture, 80 + 48, 62 + 24), RED);
+
+    let mut history = History::new(Marginal::Paper, Sampling::FirstTurn);
+    history.push(entry(0, Some(measured(1.0, 5.0))));
+    history.push(entry(1, Some(measured(0.5, 2.0))));
+    let baseline = Baseline::of(&[measured(1.0, 5.0)]);
+    let picture = Plane { history: &history, baseline, low: 0.5 }.draw();
+    // Axes from (80, 400) to (620, 50), up to 5 and 1.
+    assert_eq!(pixel(&picture, 620, 50), BLUE);
+    assert_eq!(pixel(&picture, 80 + 540 * 2 / 5, 225), RED);
+    // Half way between the steps, and on the line at half of the baseline's entropy.
+    assert_eq!(pixel(&picture, (80 + 216 + 620) / 2, 137), BLUE);
+    assert_eq!(pixel(&picture, 80 + 270, 380), [40; 3]);
 }
 
 /// Standard normal numbers (Box and Muller).

@@ -199,7 +199,9 @@ impl<'a> CrossPlan<'a> {
         temperature: f64,
     ) -> Result<Vec<f64>> {
         let rows: Vec<Continuation> = batch.iter().map(|pair| self.row(*pair)).collect();
-        let chosen = policy.continuation_logits(&rows)?;
+        let longest = rows.iter().map(Continuation::forward_tokens).max().unwrap_or(0);
+        let chosen =
+            policy.continuation_logits(&rows).map_err(|error| of_length(error, longest))?;
         let log_probs = objective::log_probs(&chosen.logits, temperature);
         let log_probs = objective::gather(&log_probs, &chosen.actions)?;
         let device = log_probs.device();
@@ -251,6 +253,19 @@ impl<'a> CrossPlan<'a> {
         };
         // Two infinities are equal, and their difference is no number.
         Ok(together != alone && (together - alone).abs() > tolerance * alone.abs().max(1.0))
+    }
+}
+
+/// A long span under a long context may be more than a policy takes, where each fits its own.
+fn of_length(error: Error, longest: usize) -> Error {
+    match error {
+        Error::Torch { doing, message } => Error::Torch {
+            doing: format!(
+                "{doing} on sequences of up to {longest} tokens, since every span is scored under every context"
+            ),
+            message,
+        },
+        other => other,
     }
 }
 
