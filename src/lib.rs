@@ -2,13 +2,15 @@
 //! and the gradients of the KL and entropy regularizers.
 //!
 //! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
-//! [`log`]. The whole way is a [`study`]; [`objective`], [`gradient`] and [`filter`] work on tensors
+//! [`log`]. The whole way is a [`study`]; whether the policy still reads its input is a matter of
+//! [`diagnostics`]; [`objective`], [`gradient`] and [`filter`] work on tensors
 //! alone and can be used in a training loop of one's own.
 //!
 //! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
 //! [`gradient::split`].
 
 pub mod config;
+pub mod diagnostics;
 pub mod doctor;
 pub mod error;
 pub mod filter;

@@ -1,10 +1,11 @@
-//! The numbers of verl, TRL and OpenRLHF: values and gradients to 1e-7 relative in float64.
+//! The numbers of verl, TRL, OpenRLHF and RAGEN: values and gradients to 1e-7 relative in float64.
 //! `GRADPRISM_GOLDEN_DIR` names another directory of such files.
 
 mod common;
 
 use std::path::PathBuf;
 
+use gradprism::diagnostics::{CrossScores, Marginal};
 use gradprism::objective::{
     Aggregation, GRPO_EPSILON, GroupIndex, KlEstimator, KlGradient, KlPenalty, Surrogate,
     SurrogateForm, TokenWeights, Tokens, discounted_returns, entropy, gae, log_probs, value_loss,
@@ -188,4 +189,30 @@ fn golden_advantages() {
             assert_tensor(&(returns * &mask), &(matrix(case, "returns") * &mask), 1e-3, &what);
         }
     }
+}
+
+#[test]
+fn golden_mutual_information() {
+    let mut compared = 0;
+    for (index, case) in cases("mutual_information.json").iter().enumerate() {
+        let scores = CrossScores::new(
+            &matrix(case, "log_likelihood"),
+            &get::<Vec<usize>>(case, "lengths"),
+            &get::<Vec<usize>>(case, "column"),
+            &get::<Vec<usize>>(case, "prompt_signature"),
+        )
+        .unwrap();
+        for (form, marginal) in [("metrics", Marginal::Code), ("paper_form", Marginal::Paper)] {
+            let found = serde_json::to_value(scores.metrics(marginal)).unwrap();
+            for (name, expected) in case[form].as_object().unwrap() {
+                let what = format!("case {index}, {form}, {name}");
+                let expected = expected.as_f64().unwrap();
+                let found = found[name].as_f64().unwrap_or_else(|| panic!("{what} is missing"));
+                common::assert_close(found, expected, TOLERANCE, expected.abs().max(1e-3), &what);
+                compared += 1;
+            }
+        }
+    }
+    // 25 metrics of RAGEN's and 3 in the paper's form, in ten cases.
+    assert_eq!(compared, 10 * (25 + 3));
 }

@@ -1,8 +1,10 @@
 //! The commands: parse, call the library, print.
 
+mod diagnose;
 mod doctor;
 mod inspect;
 mod progress;
+mod run;
 mod study;
 mod table;
 
@@ -37,6 +39,8 @@ struct Cli {
 enum Command {
     /// Decompose the gradients of stored rollouts
     Study(study::StudyArgs),
+    /// Mutual information and collapse regime of stored rollouts
+    Diagnose(diagnose::DiagnoseArgs),
     /// Print what a TorchScript checkpoint is: signature, parameters, tied weights, problems
     Inspect(inspect::InspectArgs),
     /// Print versions, devices and threads, and what to do about each problem
@@ -67,11 +71,16 @@ impl ConfigArgs {
 /// Runs the command line, and turns its outcome into an exit code.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    let quiet = matches!(&cli.command, Command::Study(args) if args.quiet);
+    let quiet = match &cli.command {
+        Command::Study(args) => args.run.quiet,
+        Command::Diagnose(args) => args.run.quiet,
+        Command::Inspect(_) | Command::Doctor(_) => false,
+    };
     start_logging(quiet);
     announce_panics();
     let outcome = std::panic::catch_unwind(|| match &cli.command {
         Command::Study(args) => study::run(args),
+        Command::Diagnose(args) => diagnose::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),
     });

@@ -11,41 +11,74 @@ use gradprism::log::StudyLog;
 use gradprism::study::{BatchRecord, Observer};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Shows progress, writes each finished step to TensorBoard, and passes Ctrl-C on.
-pub struct Progress {
+/// How far a command is, and whether Ctrl-C asks it to stop.
+pub struct Meter {
     bar: ProgressBar,
     plain: bool,
+    /// What is counted.
+    unit: &'static str,
     total: usize,
     done: usize,
     started: Instant,
     interrupted: Arc<AtomicBool>,
-    log: StudyLog,
 }
 
-impl Progress {
-    pub fn new(quiet: bool, interrupted: Arc<AtomicBool>, log: StudyLog) -> Self {
+impl Meter {
+    pub fn new(quiet: bool, unit: &'static str, interrupted: Arc<AtomicBool>) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         if quiet || !terminal {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         }
-        if let Ok(style) =
-            ProgressStyle::with_template("{bar:32} {pos}/{len} trajectories  {per_sec}  {eta} left")
-        {
+        let template = format!("{{bar:32}} {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left");
+        if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style);
         }
         Self {
             bar,
             plain: !quiet && !terminal,
+            unit,
             total: 0,
             done: 0,
             started: Instant::now(),
             interrupted,
-            log,
         }
     }
 
-    /// Seconds since the start, and trajectories done.
+    pub fn start(&mut self, total: usize) {
+        self.total = total;
+        self.started = Instant::now();
+        self.bar.set_length(total as u64);
+        self.bar.reset();
+    }
+
+    pub fn advance(&mut self, count: usize) -> ControlFlow<()> {
+        let before = self.done;
+        self.done += count;
+        self.bar.inc(count as u64);
+        // Plain output gets a line each tenth of the way.
+        let tenth = |done: usize| done * 10 / self.total.max(1);
+        if self.plain && tenth(self.done) > tenth(before) {
+            let rate = self.done as f64 / self.started.elapsed().as_secs_f64();
+            let left = (self.total - self.done) as f64 / rate;
+            tracing::info!(
+                "{}/{} {}, {rate:.1} a second, {left:.0} s left",
+                self.done,
+                self.total,
+                self.unit
+            );
+        }
+        if self.interrupted.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    }
+
+    pub fn warning(&self, message: &str) {
+        self.bar.suspend(|| tracing::warn!("{message}"));
+    }
+
+    /// Seconds since the start, and how much is done.
     pub fn elapsed(&self) -> (f64, usize) {
         (self.started.elapsed().as_secs_f64(), self.done)
     }
@@ -55,32 +88,25 @@ impl Progress {
     }
 }
 
+/// Shows the progress of a study, writes each finished step to TensorBoard, and passes Ctrl-C on.
+pub struct Progress {
+    pub meter: Meter,
+    log: StudyLog,
+}
+
+impl Progress {
+    pub fn new(meter: Meter, log: StudyLog) -> Self {
+        Self { meter, log }
+    }
+}
+
 impl Observer for Progress {
     fn start(&mut self, trajectories: usize) {
-        self.total = trajectories;
-        self.started = Instant::now();
-        self.bar.set_length(trajectories as u64);
-        self.bar.reset();
+        self.meter.start(trajectories);
     }
 
     fn trajectory(&mut self) -> ControlFlow<()> {
-        self.done += 1;
-        self.bar.inc(1);
-        // Plain output gets a line each tenth of the way.
-        let tenth = |done: usize| done * 10 / self.total.max(1);
-        if self.plain && tenth(self.done) > tenth(self.done - 1) {
-            let rate = self.done as f64 / self.started.elapsed().as_secs_f64();
-            let left = (self.total - self.done) as f64 / rate;
-            tracing::info!(
-                "{}/{} trajectories, {rate:.1} a second, {left:.0} s left",
-                self.done,
-                self.total
-            );
-        }
-        if self.interrupted.load(Ordering::Relaxed) {
-            return ControlFlow::Break(());
-        }
-        ControlFlow::Continue(())
+        self.meter.advance(1)
     }
 
     fn step(&mut self, record: &BatchRecord) -> Result<()> {
@@ -88,6 +114,6 @@ impl Observer for Progress {
     }
 
     fn warning(&mut self, message: &str) {
-        self.bar.suspend(|| tracing::warn!("{message}"));
+        self.meter.warning(message);
     }
 }

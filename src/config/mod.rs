@@ -90,10 +90,15 @@ impl Config {
             }
             None => {}
         }
-        for path in
-            [&mut self.policy.reference, &mut self.rollouts.path, &mut self.rollouts.tokenizer]
-                .into_iter()
-                .flatten()
+        for path in [
+            &mut self.policy.reference,
+            &mut self.rollouts.path,
+            &mut self.rollouts.tokenizer,
+            &mut self.diagnostics.baseline,
+            &mut self.diagnostics.state,
+        ]
+        .into_iter()
+        .flatten()
         {
             *path = map(path);
         }
@@ -109,8 +114,14 @@ impl Config {
 }
 
 /// Keys whose values are paths.
-const PATH_KEYS: [&str; 4] =
-    ["policy.checkpoint", "policy.reference", "rollouts.path", "rollouts.tokenizer"];
+const PATH_KEYS: [&str; 6] = [
+    "policy.checkpoint",
+    "policy.reference",
+    "rollouts.path",
+    "rollouts.tokenizer",
+    "diagnostics.baseline",
+    "diagnostics.state",
+];
 
 fn absolute(value: &mut serde_yaml::Value, folder: &Path) {
     match value {

@@ -65,6 +65,7 @@ impl Config {
                 format!("expected at most 1000 buckets, found {count}"),
             ));
         }
+        self.diagnostics.check()?;
         if self.decomposition.debias {
             check_debias(&algorithm)?;
         }
@@ -276,6 +277,29 @@ impl Config {
                 Ok(paths.clone())
             }
         }
+    }
+}
+
+impl DiagnosticsConfig {
+    fn check(&self) -> Result<()> {
+        range("diagnostics.min_valid", self.min_valid, 0.0, 1.0)?;
+        range("diagnostics.low", self.low, 0.0, 1.0)?;
+        for (key, count, least) in [
+            ("diagnostics.samples", self.samples.unwrap_or(2), 2),
+            ("diagnostics.token_budget", self.token_budget, 1),
+            ("diagnostics.max_sequences", self.max_sequences, 1),
+            // One step has no spread to measure a fall by.
+            ("diagnostics.baseline_steps", self.baseline_steps, 2),
+            ("diagnostics.every", self.every, 1),
+        ] {
+            if count < least {
+                return Err(Error::config(
+                    key,
+                    format!("expected a whole number of at least {least}, found {count}"),
+                ));
+            }
+        }
+        Ok(())
     }
 }
 

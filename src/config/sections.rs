@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
+use crate::diagnostics::{Marginal, Sampling};
 use crate::error::{Error, Result};
 use crate::filter::{Mass, OnEmpty, Score, Strategy};
 use crate::gradient::Components;
@@ -29,6 +30,8 @@ pub struct Config {
     pub decomposition: DecompositionConfig,
     /// Which groups are kept.
     pub filter: FilterConfig,
+    /// How template collapse is looked for.
+    pub diagnostics: DiagnosticsConfig,
     /// `auto`, `cpu`, `cuda` or `cuda:N`.
     pub device: DeviceName,
     /// Threads of libtorch.
@@ -369,6 +372,58 @@ impl Default for FilterConfig {
             value: 0.9,
             include_zero: false,
             on_empty: OnEmpty::Skip,
+        }
+    }
+}
+
+/// Section `diagnostics`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DiagnosticsConfig {
+    /// The marginal per token.
+    pub marginal: Marginal,
+    /// Which spans a trajectory offers.
+    pub sampling: Sampling,
+    /// How many spans are drawn a step; none: all.
+    pub samples: Option<usize>,
+    /// Whether a span may be drawn twice.
+    pub replacement: bool,
+    /// Seeds the draw, with the step.
+    pub seed: u64,
+    /// Padded tokens of a forward pass.
+    pub token_budget: usize,
+    /// Sequences that a step may score.
+    pub max_sequences: usize,
+    /// Below this share of trajectories with a span it is format collapse.
+    pub min_valid: f64,
+    /// Below this share of the baseline entropy or mutual information is low.
+    pub low: f64,
+    /// A `state.json` whose steps are the baseline; none: the first steps of this run.
+    pub baseline: Option<PathBuf>,
+    /// How many first steps.
+    pub baseline_steps: usize,
+    /// The file that carries the past over a restart; none: every run begins anew.
+    pub state: Option<PathBuf>,
+    /// Training diagnoses every so many steps; stored rollouts are diagnosed at every step.
+    pub every: usize,
+}
+
+impl Default for DiagnosticsConfig {
+    fn default() -> Self {
+        Self {
+            marginal: Marginal::default(),
+            sampling: Sampling::default(),
+            samples: Some(64),
+            replacement: false,
+            seed: 0,
+            token_budget: 4096,
+            max_sequences: 16384,
+            min_valid: 0.8,
+            low: 0.5,
+            baseline: None,
+            baseline_steps: 5,
+            state: None,
+            every: 5,
         }
     }
 }

@@ -1,12 +1,16 @@
 //! What a run leaves behind: its directory, TensorBoard events, JSON and pictures. Every failure is
 //! an error; none is a panic.
 
+mod collapse;
+mod diagnosis;
 mod directory;
 mod events;
 mod picture;
 mod report;
 mod study;
 
+pub use collapse::{Heatmap, Plane};
+pub use diagnosis::DiagnosisLog;
 pub use directory::RunDirectory;
 pub use events::EventWriter;
 pub use picture::{Mark, Picture, Scatter};

@@ -1,11 +1,13 @@
 //! The TorchScript policy: loading, checking, and its forward pass.
 
 mod check;
+mod continuation;
 mod inspect;
 mod parameters;
 mod signature;
 
 pub use check::Problem;
+pub use continuation::Continuation;
 pub use inspect::dtype_name;
 pub use inspect::{Inspection, ParameterInfo};
 pub use parameters::Parameter;

@@ -7,7 +7,7 @@ mod step;
 pub use prepare::PreparedBatch;
 pub use record::SIGNIFICANT;
 pub use record::{
-    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, RatioRecord, StudyReport,
+    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, PolicyRecord, RatioRecord, StudyReport,
 };
 
 use step::Step;

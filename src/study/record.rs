@@ -46,13 +46,20 @@ pub struct PolicyRecord {
 
 impl StudyReport {
     pub(super) fn describe(&mut self, policy: &Policy, device: Device) {
-        self.policy = PolicyRecord {
+        self.policy = PolicyRecord::new(policy, device);
+    }
+}
+
+impl PolicyRecord {
+    /// Describes a policy that is loaded onto a device.
+    pub fn new(policy: &Policy, device: Device) -> Self {
+        Self {
             parameters: policy.parameters().iter().map(|parameter| parameter.numel()).sum(),
             trainable: policy.trainable().map(|parameter| parameter.numel()).sum(),
             choices: policy.choices(),
             dtype: crate::policy::dtype_name(policy.dtype()),
             device: crate::native::device_name(device),
-        };
+        }
     }
 }
 
