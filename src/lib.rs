@@ -2,8 +2,8 @@
 //! and the gradients of the KL and entropy regularizers.
 //!
 //! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
-//! [`log`]. The whole way is a [`study`]; [`objective`], [`gradient`] and [`filter`] work on tensors
-//! alone and can be used in a training loop of one's own.
+//! [`log`]. The whole way is a [`study`], and [`sift`] filters a file of rollouts; [`objective`],
+//! [`gradient`] and [`filter`] work on tensors alone and can be used in a training loop of one's own.
 //!
 //! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
 //! [`gradient::split`].
@@ -18,6 +18,7 @@ mod native;
 pub mod objective;
 pub mod policy;
 pub mod rollout;
+pub mod sift;
 pub mod study;
 
 pub use error::{Error, Result};

@@ -1,13 +1,15 @@
 //! The commands: parse, call the library, print.
 
 mod doctor;
+mod filter;
+mod filter_table;
 mod inspect;
 mod progress;
 mod study;
 mod table;
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{Args, Parser, Subcommand};
 use gradprism::config::{Config, Threads};
 use gradprism::error::Error;
+use gradprism::log::RunDirectory;
 
 /// Done.
 const DONE: u8 = 0;
@@ -37,6 +40,8 @@ struct Cli {
 enum Command {
     /// Decompose the gradients of stored rollouts
     Study(study::StudyArgs),
+    /// Keep the groups of a rollout file that a filter chooses
+    Filter(filter::FilterArgs),
     /// Print what a TorchScript checkpoint is: signature, parameters, tied weights, problems
     Inspect(inspect::InspectArgs),
     /// Print versions, devices and threads, and what to do about each problem
@@ -64,14 +69,60 @@ impl ConfigArgs {
     }
 }
 
+/// What every command with a run directory takes.
+#[derive(Args)]
+struct RunArgs {
+    /// The run directory [default: runs/<config name>-<time>]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Replace an earlier run in the run directory
+    #[arg(long)]
+    force: bool,
+    /// Print errors only
+    #[arg(long, short)]
+    quiet: bool,
+    /// Print the summary as JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+impl RunArgs {
+    /// `--out`, or a name from the configuration's and the time, with a number if it is taken.
+    fn claim_directory(&self, config: &Path) -> gradprism::Result<RunDirectory> {
+        if let Some(out) = &self.out {
+            return RunDirectory::create(out, self.force);
+        }
+        let name = config.file_stem().unwrap_or_default().to_string_lossy();
+        let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
+        let base = format!("runs/{name}-{time}");
+        let mut path = PathBuf::from(&base);
+        let mut attempt = 2;
+        loop {
+            match RunDirectory::create(&path, false) {
+                // Another run took the name, perhaps this very moment.
+                Err(_) if path.exists() && attempt < 1000 => {
+                    path = PathBuf::from(format!("{base}-{attempt}"));
+                    attempt += 1;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
 /// Runs the command line, and turns its outcome into an exit code.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    let quiet = matches!(&cli.command, Command::Study(args) if args.quiet);
+    let quiet = match &cli.command {
+        Command::Study(args) => args.run.quiet,
+        Command::Filter(args) => args.run.quiet,
+        Command::Inspect(_) | Command::Doctor(_) => false,
+    };
     start_logging(quiet);
     announce_panics();
     let outcome = std::panic::catch_unwind(|| match &cli.command {
         Command::Study(args) => study::run(args),
+        Command::Filter(args) => filter::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),
     });
@@ -140,7 +191,7 @@ unsafe extern "C" {
 static LEFT_BEHIND: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
 
 /// Names the folder that is removed if the program must end at once.
-fn remove_on_exit(folder: &std::path::Path) {
+fn remove_on_exit(folder: &Path) {
     let _ = LEFT_BEHIND.set(folder.to_path_buf());
 }
 

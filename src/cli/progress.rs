@@ -11,7 +11,7 @@ use gradprism::log::StudyLog;
 use gradprism::study::{BatchRecord, Observer};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Shows progress, writes each finished step to TensorBoard, and passes Ctrl-C on.
+/// Shows progress, writes each finished step of a study to TensorBoard, and passes Ctrl-C on.
 pub struct Progress {
     bar: ProgressBar,
     plain: bool,
@@ -19,11 +19,11 @@ pub struct Progress {
     done: usize,
     started: Instant,
     interrupted: Arc<AtomicBool>,
-    log: StudyLog,
+    log: Option<StudyLog>,
 }
 
 impl Progress {
-    pub fn new(quiet: bool, interrupted: Arc<AtomicBool>, log: StudyLog) -> Self {
+    pub fn new(quiet: bool, interrupted: Arc<AtomicBool>, log: Option<StudyLog>) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         if quiet || !terminal {
@@ -84,7 +84,7 @@ impl Observer for Progress {
     }
 
     fn step(&mut self, record: &BatchRecord) -> Result<()> {
-        self.log.step(record)
+        self.log.as_mut().map_or(Ok(()), |log| log.step(record))
     }
 
     fn warning(&mut self, message: &str) {

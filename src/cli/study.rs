@@ -1,33 +1,22 @@
 //! `gradprism study`.
 
 use std::io::Write;
-use std::path::PathBuf;
 
 use clap::Args;
-use gradprism::log::{RunDirectory, StudyLog, page};
+use gradprism::log::{StudyLog, page};
 use gradprism::study::{Study, StudyReport};
 use serde::Serialize;
 
 use super::progress::Progress;
-use super::{ConfigArgs, DONE, INTERRUPTED, table};
+use super::{ConfigArgs, DONE, INTERRUPTED, RunArgs, table};
 
 /// Options of the study.
 #[derive(Args)]
 pub struct StudyArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The run directory [default: runs/<config name>-<time>]
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Replace an earlier run in the run directory
-    #[arg(long)]
-    force: bool,
-    /// Print errors only
-    #[arg(long, short)]
-    pub quiet: bool,
-    /// Print the summary as JSON instead of a table
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    pub run: RunArgs,
     /// Print the loss in formulas, with every number of the preset and the configuration, and stop
     #[arg(long)]
     explain: bool,
@@ -61,11 +50,11 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     let study = Study::prepare(config)?;
     let resolved = study.config().to_yaml()?;
 
-    let directory = claim_directory(args)?;
+    let directory = args.run.claim_directory(&args.config.config)?;
     super::remove_on_exit(directory.path());
     directory.write_text("config.resolved.yaml", &resolved)?;
     let log = StudyLog::create(&directory, &resolved)?;
-    let mut progress = Progress::new(args.quiet, interrupted, log);
+    let mut progress = Progress::new(args.run.quiet, interrupted, Some(log));
     let report = study.run(&mut progress)?;
     progress.finish();
 
@@ -81,10 +70,10 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     let path = directory.finish()?;
 
     let mut out = std::io::stdout().lock();
-    if args.json {
+    if args.run.json {
         serde_json::to_writer_pretty(&mut out, &summary).map_err(std::io::Error::from)?;
         writeln!(out)?;
-    } else if !args.quiet {
+    } else if !args.run.quiet {
         write!(out, "{}", table::study(&report))?;
         writeln!(out, "\nwritten to {}", path.display())?;
     }
@@ -93,26 +82,4 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
         return Ok(INTERRUPTED);
     }
     Ok(DONE)
-}
-
-/// `--out`, or a name from the configuration's and the time, with a number if it is taken.
-fn claim_directory(args: &StudyArgs) -> anyhow::Result<RunDirectory> {
-    if let Some(out) = &args.out {
-        return Ok(RunDirectory::create(out, args.force)?);
-    }
-    let name = args.config.config.file_stem().unwrap_or_default().to_string_lossy();
-    let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
-    let base = format!("runs/{name}-{time}");
-    let mut path = PathBuf::from(&base);
-    let mut attempt = 2;
-    loop {
-        match RunDirectory::create(&path, false) {
-            // Another run took the name, perhaps this very moment.
-            Err(_) if path.exists() && attempt < 1000 => {
-                path = PathBuf::from(format!("{base}-{attempt}"));
-                attempt += 1;
-            }
-            outcome => return Ok(outcome?),
-        }
-    }
 }

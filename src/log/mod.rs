@@ -3,12 +3,14 @@
 
 mod directory;
 mod events;
+mod filter;
 mod picture;
 mod report;
 mod study;
 
 pub use directory::RunDirectory;
 pub use events::EventWriter;
+pub use filter::{FilterLog, score_by_rank};
 pub use picture::{Mark, Picture, Scatter};
 pub use report::{number, page, with_error};
 pub use study::StudyLog;
