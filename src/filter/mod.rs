@@ -166,7 +166,7 @@ impl Filter {
     /// If the scores are not one-dimensional, libtorch fails, or none is kept and that is an error.
     pub fn select(&self, scores: &Tensor) -> Result<Selection> {
         let mask = self.mask(scores)?;
-        let scored = scores.isnan().logical_not();
+        let scored = scored(scores);
         let counts = Tensor::f_stack(&[mask.sum(Kind::Int64), scored.sum(Kind::Int64)], 0)?;
         let counts = host::read(&counts)?;
         let groups = scores.size()[0] as usize;
@@ -185,7 +185,8 @@ impl Filter {
     }
 
     /// `[P]` bool: which groups the strategy keeps, before anything is done about an empty choice. No
-    /// synchronisation with the device.
+    /// synchronisation with the device: a test runs it on libtorch's meta device, where there are no
+    /// data to wait for.
     ///
     /// # Errors
     /// If the scores are not one-dimensional, or libtorch fails.
@@ -199,7 +200,7 @@ impl Filter {
         }
         let _no_grad = tch::no_grad_guard();
         if scores.size()[0] == 0 {
-            return Ok(scores.isnan());
+            return Ok(scored(scores));
         }
         if self.compat == Some(Compat::Ragen) {
             return ragen::mask(self, scores);
@@ -222,7 +223,7 @@ impl Filter {
             Strategy::TopKAbs => Ranking::new(&keys, &eligible)?.first_number(self.value as i64)?,
             Strategy::TopP => self.top_p(&Ranking::new(&keys, &eligible)?)?,
         };
-        Ok(kept.logical_and(&eligible))
+        Ok(kept.bitwise_and_tensor(&eligible))
     }
 
     /// For top-p, how far down each group stands: `[P]`, the share of all mass that it and the groups
@@ -239,7 +240,7 @@ impl Filter {
         let held = self.mass(&sorted.to_kind(precise(sorted.device()))).cumsum(0, None);
         let shares = &held / held.narrow(0, -1, 1);
         let shares = shares.zeros_like().f_index_copy(0, &order, &shares)?;
-        Ok(shares.where_scalarother(&eligible, f64::NAN))
+        Ok(shares.masked_fill(&eligible.bitwise_not(), f64::NAN))
     }
 
     /// The place of every group in the order of the scores, counted from 1; none of groups that cannot
@@ -265,19 +266,21 @@ impl Filter {
 
     /// `[P]` bool: neither NaN nor, unless those may be kept, 0.
     fn eligible(&self, scores: &Tensor) -> Tensor {
-        let scored = scores.isnan().logical_not();
+        let scored = scored(scores);
         if self.include_zero || self.strategy == Strategy::None {
             return scored;
         }
-        scored.logical_and(&scores.abs().gt(ZERO))
+        let zero = scores.le(ZERO).bitwise_and_tensor(&scores.ge(-ZERO));
+        scored.bitwise_and_tensor(&zero.bitwise_not())
     }
 
     /// `[P]`: the higher, the earlier; −∞ for groups that cannot be kept.
     fn keys(&self, scores: &Tensor, eligible: &Tensor) -> Tensor {
-        match self.direction {
-            Direction::Highest => scores.where_scalarother(eligible, f64::NEG_INFINITY),
-            Direction::Lowest => (-scores).where_scalarother(eligible, f64::NEG_INFINITY),
-        }
+        let keys = match self.direction {
+            Direction::Highest => scores.shallow_clone(),
+            Direction::Lowest => -scores,
+        };
+        keys.masked_fill(&eligible.bitwise_not(), f64::NEG_INFINITY)
     }
 
     /// The smallest number of first groups whose mass reaches the target. Going up from the lowest,
@@ -297,11 +300,12 @@ impl Filter {
             (Mass::Linear, Direction::Highest) => sorted.clamp(0.0, LARGEST),
             // A key of −∞ is no group's.
             (Mass::Linear, Direction::Lowest) => {
-                (-sorted).where_scalarother(&sorted.gt(f64::NEG_INFINITY), 0.0).clamp(0.0, LARGEST)
+                (-sorted).masked_fill(&sorted.eq(f64::NEG_INFINITY), 0.0).clamp(0.0, LARGEST)
             }
-            // Without a group the shares are NaN.
             (Mass::Softmax, _) => {
-                sorted.clamp_max(LARGEST).softmax(-1, sorted.kind()).nan_to_num(0.0, None, None)
+                let shares = sorted.clamp_max(LARGEST).softmax(-1, sorted.kind());
+                // Without a group that can be kept they are NaN.
+                shares.masked_fill(&scored(&shares).bitwise_not(), 0.0)
             }
         }
     }
@@ -309,16 +313,22 @@ impl Filter {
     /// Of a highest score below 0 no share says anything: only the highest itself is kept. So with a
     /// lowest score of at most 0.
     fn min_p(&self, scores: &Tensor, keys: &Tensor) -> Tensor {
-        let first = keys.max();
+        let first = keys.amax(0, true);
         match self.direction {
             Direction::Highest => scores.ge_tensor(&(&first * self.value).minimum(&first)),
             Direction::Lowest => {
                 let lowest = -first;
-                let limit = (&lowest / self.value).where_self(&lowest.gt(0.0), &lowest);
-                scores.le_tensor(&limit)
+                // 0/0 would be NaN.
+                let value = self.value.max(f64::from(f32::MIN_POSITIVE));
+                scores.le_tensor(&(&lowest / value).maximum(&lowest))
             }
         }
     }
+}
+
+/// `[P]` bool: not NaN, which alone differs from itself.
+fn scored(scores: &Tensor) -> Tensor {
+    scores.eq_tensor(scores)
 }
 
 /// Scores in a dtype that can be ranked and holds infinities.

@@ -45,9 +45,9 @@ pub(super) fn mask(filter: &Filter, scores: &Tensor) -> Result<Tensor> {
         }
         Strategy::TopKAbs => Ranking::new(&keys, &eligible)?.first_number(filter.value as i64)?,
         Strategy::MinP => match filter.direction {
-            Direction::Highest => scores.ge_tensor(&(keys.max() * filter.value)),
+            Direction::Highest => scores.ge_tensor(&(keys.amax(0, true) * filter.value)),
             Direction::Lowest => {
-                scores.le_tensor(&(-keys.max() / (filter.value + EPSILON) + EPSILON))
+                scores.le_tensor(&(-keys.amax(0, true) / (filter.value + EPSILON) + EPSILON))
             }
         },
         Strategy::Threshold => {
@@ -57,7 +57,7 @@ pub(super) fn mask(filter: &Filter, scores: &Tensor) -> Result<Tensor> {
             ));
         }
     };
-    Ok(kept.logical_and(&eligible))
+    Ok(kept.bitwise_and_tensor(&eligible))
 }
 
 /// How many `[1]` are kept.
@@ -68,7 +68,7 @@ fn by_linear_mass(
     ranking: &Ranking,
 ) -> Tensor {
     let precise = precise(scores.device());
-    let total = scores.where_scalarother(eligible, 0.0).sum(Kind::Float).to_kind(precise);
+    let total = scores.masked_fill(&eligible.bitwise_not(), 0.0).sum(Kind::Float).to_kind(precise);
     let target = total * filter.value - filter.epsilon;
     let keys = ranking.sorted_precise();
     let is_group = keys.gt(f64::NEG_INFINITY);
@@ -76,11 +76,11 @@ fn by_linear_mass(
         Direction::Highest => keys,
         Direction::Lowest => -keys,
     };
-    let has_mass = sorted.gt(0.0).logical_and(&is_group);
-    let before_the_end = has_mass.logical_not().cumsum(0, Kind::Int64).eq(0);
-    let held = sorted.where_scalarother(&before_the_end, 0.0).cumsum(0, None);
-    let short = held.lt_tensor(&target).logical_and(&before_the_end).sum(Kind::Int64);
-    let reached = held.narrow(0, -1, 1).ge_tensor(&target).logical_and(&target.gt(0.0));
+    let without_mass = sorted.le(0.0).bitwise_or_tensor(&is_group.bitwise_not());
+    let before_the_end = without_mass.cumsum(0, Kind::Int64).eq(0);
+    let held = sorted.masked_fill(&before_the_end.bitwise_not(), 0.0).cumsum(0, None);
+    let short = held.lt_tensor(&target).bitwise_and_tensor(&before_the_end).sum(Kind::Int64);
+    let reached = held.narrow(0, -1, 1).ge_tensor(&target).bitwise_and_tensor(&target.gt(0.0));
     (short + 1) * reached.to_kind(Kind::Int64)
 }
 

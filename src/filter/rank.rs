@@ -33,12 +33,12 @@ impl<'a> Ranking<'a> {
     /// are left out.
     pub fn first(&self, count: &Tensor) -> Result<Tensor> {
         let place = (count - 1).clamp(0, self.sorted.size()[0] - 1);
-        let cut = self.sorted.f_index_select(0, &place)?;
+        let cut = self.sorted.f_gather(0, &place, false)?;
         let above = self.keys.f_gt_tensor(&cut)?;
-        let tied = self.keys.f_eq_tensor(&cut)?.logical_and(self.eligible);
+        let tied = self.keys.f_eq_tensor(&cut)?.bitwise_and_tensor(self.eligible);
         let room = count - above.sum(Kind::Int64);
         let in_room = tied.cumsum(0, Kind::Int64).le_tensor(&room);
-        Ok(above.logical_or(&tied.logical_and(&in_room)))
+        Ok(above.bitwise_or_tensor(&tied.bitwise_and_tensor(&in_room)))
     }
 
     /// The same for a number that the host knows; nothing is copied to the device.

@@ -1,6 +1,8 @@
 //! What several test files share. Each uses a part of it.
 #![allow(dead_code)]
 
+pub mod filters;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
