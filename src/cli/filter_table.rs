@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, TableComponent, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, TableComponent, presets};
 use gradprism::config::FilterConfig;
-use gradprism::filter::{LossScale, Reason, Strategy};
+use gradprism::filter::{LossScale, Reason, Score, Strategy};
 use gradprism::log::number;
 use gradprism::sift::{SiftGroup, SiftReport, SiftStep};
 
@@ -36,46 +36,44 @@ fn groups(step: &SiftStep, filter: &FilterConfig) -> Table {
         table.remove_style(between_rows);
     }
     table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header([
-        "rank",
-        "group",
-        "G",
-        "reward",
-        "RV",
-        filter.score.name(),
-        "mass so far",
-        "kept",
-        "why",
-    ]);
+    // The reward variance stands beside any other score.
+    let is_other = filter.score != Score::RewardVariance;
+    let mut header = vec!["rank", "group", "G", "reward"];
+    header.extend(is_other.then_some("RV"));
+    header.extend([filter.score.name(), "mass so far", "kept", "why"]);
+    let last = header.len() - 1;
+    table.set_header(header);
     for (index, column) in table.column_iter_mut().enumerate() {
-        if !matches!(index, 1 | 8) {
+        if index != 1 && index != last {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
     let mut order: Vec<&SiftGroup> = step.groups.iter().collect();
     // Those without a rank come last, in file order.
     order.sort_by_key(|group| group.verdict.rank.unwrap_or(usize::MAX));
-    let optional = |value: Option<f64>| value.map_or("-".into(), number);
     for group in order.into_iter().take(MOST_GROUPS) {
         let verdict = &group.verdict;
-        table.add_row([
-            Cell::new(verdict.rank.map_or("-".into(), |rank| rank.to_string())),
-            Cell::new(&group.group_id),
-            Cell::new(group.group_size),
-            Cell::new(number(group.scores.reward_mean)),
-            Cell::new(number(group.scores.reward_variance)),
-            Cell::new(optional(verdict.score)),
-            Cell::new(verdict.held_share.map_or("-".into(), |share| format!("{share:.3}"))),
-            Cell::new(if verdict.kept { "yes" } else { "no" }),
-            Cell::new(why(verdict.reason, filter)),
+        let mut row = vec![
+            verdict.rank.map_or("-".into(), |rank| rank.to_string()),
+            group.group_id.clone(),
+            group.group_size.to_string(),
+            number(group.scores.reward_mean),
+        ];
+        row.extend(is_other.then(|| number(group.scores.reward_variance)));
+        row.extend([
+            verdict.score.map_or("-".into(), number),
+            verdict.held_share.map_or("-".into(), |share| format!("{share:.3}")),
+            if verdict.kept { "yes" } else { "no" }.into(),
+            why(verdict.reason, filter).into(),
         ]);
+        table.add_row(row);
     }
     table
 }
 
 fn why(reason: Reason, filter: &FilterConfig) -> &'static str {
     match (reason, filter.strategy) {
-        (Reason::Chosen, Strategy::TopP) => "first of the mass",
+        (Reason::Chosen, Strategy::TopP) => "within the mass",
         (Reason::Chosen, Strategy::TopK | Strategy::TopKAbs) => "among the first",
         (Reason::Chosen, Strategy::MinP | Strategy::Threshold) => "within the limit",
         (Reason::Chosen, Strategy::None) => "every group",
@@ -110,10 +108,13 @@ fn totals(step: &SiftStep, filter: &FilterConfig) -> String {
         let averaged = spread(kept.adaptive_spread);
         let _ = write!(text, ", averaged {averaged}: keep rate {}", number(rate));
     }
-    let size = filter.mini_batch_size.map_or("all groups".into(), |size| format!("{size} groups"));
+    let size = match filter.mini_batch_size {
+        Some(size) => format!("{size} groups each"),
+        None => "the whole batch".into(),
+    };
     let _ = write!(
         text,
-        "; {} of {} optimiser steps remain at {size} a step",
+        "; optimiser steps left: {} of {} ({size})",
         kept.optimizer_steps, kept.optimizer_steps_unfiltered,
     );
     if filter.loss_scale != LossScale::None {

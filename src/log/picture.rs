@@ -91,7 +91,7 @@ pub struct Mark {
     pub filled: bool,
 }
 
-/// A scatter plot with linear axes from 0.
+/// A scatter plot with linear axes that hold 0.
 #[derive(Clone, Debug)]
 pub struct Scatter<'a> {
     /// Above the plot.
@@ -132,26 +132,27 @@ impl Scatter<'_> {
             ticks(self.marks.iter().map(|mark| mark.x)),
             ticks(self.marks.iter().map(|mark| mark.y)),
         );
-        let span = |ticks: &[f64]| ticks.last().copied().filter(|last| *last > 0.0).unwrap_or(1.0);
-        let (x_span, y_span) = (span(&x_ticks), span(&y_ticks));
+        let ends = |ticks: &[f64]| (ticks[0], ticks[ticks.len() - 1]);
+        let ((left, right), (low, high)) = (ends(&x_ticks), ends(&y_ticks));
         let place = |x: f64, y: f64| {
+            let (across, up) = ((x - left) / (right - left), (y - low) / (high - low));
             Point::new(
-                LEFT + (x / x_span * f64::from(WIDTH - LEFT - RIGHT)).round() as i32,
-                HEIGHT - BOTTOM - (y / y_span * f64::from(HEIGHT - TOP - BOTTOM)).round() as i32,
+                LEFT + (across * f64::from(WIDTH - LEFT - RIGHT)).round() as i32,
+                HEIGHT - BOTTOM - (up * f64::from(HEIGHT - TOP - BOTTOM)).round() as i32,
             )
         };
         for tick in &x_ticks {
-            line(picture, place(*tick, 0.0), place(*tick, y_span), GRID)?;
-            let at = place(*tick, 0.0) + Point::new(0, 16);
+            line(picture, place(*tick, low), place(*tick, high), GRID)?;
+            let at = place(*tick, low) + Point::new(0, 16);
             Text::with_alignment(&label(*tick), at, small, Alignment::Center).draw(picture)?;
         }
         for tick in &y_ticks {
-            line(picture, place(0.0, *tick), place(x_span, *tick), GRID)?;
-            let at = place(0.0, *tick) + Point::new(-6, 4);
+            line(picture, place(left, *tick), place(right, *tick), GRID)?;
+            let at = place(left, *tick) + Point::new(-6, 4);
             Text::with_alignment(&label(*tick), at, small, Alignment::Right).draw(picture)?;
         }
-        line(picture, place(0.0, 0.0), place(x_span, 0.0), INK)?;
-        line(picture, place(0.0, 0.0), place(0.0, y_span), INK)?;
+        line(picture, place(left, 0.0), place(right, 0.0), INK)?;
+        line(picture, place(0.0, low), place(0.0, high), INK)?;
 
         let middle = Point::new(WIDTH / 2, 22);
         let bold = MonoTextStyle::new(&FONT_9X15_BOLD, INK);
@@ -169,9 +170,7 @@ impl Scatter<'_> {
             } else {
                 PrimitiveStyle::with_stroke(color, 2)
             };
-            Circle::with_center(place(mark.x.max(0.0), mark.y.max(0.0)), 9)
-                .into_styled(style)
-                .draw(picture)?;
+            Circle::with_center(place(mark.x, mark.y), 9).into_styled(style).draw(picture)?;
         }
         Ok(())
     }
@@ -186,21 +185,24 @@ fn line(
     Line::new(from, to).into_styled(PrimitiveStyle::with_stroke(color, 1)).draw(picture)
 }
 
-/// Round numbers from 0 up to the first at or above the largest value.
+/// Round numbers, at least two, from the last at or below the smallest value or 0 up to the first at or
+/// above the largest or 0.
 fn ticks(values: impl Iterator<Item = f64>) -> Vec<f64> {
-    let largest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
-    if largest <= 0.0 {
+    let (low, high) = values
+        .filter(|value| value.is_finite())
+        .fold((0.0_f64, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+    if low == high {
         return vec![0.0, 1.0];
     }
-    let rough = largest / 5.0;
+    let rough = (high - low) / 5.0;
     let magnitude = 10_f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 2.5, 5.0, 10.0]
         .into_iter()
         .map(|factor| factor * magnitude)
         .find(|step| *step >= rough)
         .unwrap_or(rough);
-    let count = (largest / step - 1e-9).ceil() as usize;
-    (0..=count).map(|index| index as f64 * step).collect()
+    let (first, last) = ((low / step + 1e-9).floor() as i64, (high / step - 1e-9).ceil() as i64);
+    (first..=last).map(|index| index as f64 * step).collect()
 }
 
 fn label(value: f64) -> String {

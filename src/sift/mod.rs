@@ -93,7 +93,6 @@ impl Sift {
         let mut report = SiftReport { read: self.read, ..SiftReport::default() };
         match self.source {
             Source::Rollouts => {
-                observer.start(0);
                 // A study says these itself.
                 report.read.warnings().iter().for_each(|warning| observer.warning(warning));
             }
