@@ -396,3 +396,26 @@ print(json.dumps({"scalars": scalars, "images": images}))
     assert_eq!(read["scalars"]["filter/optimizer_steps"], json!([[3, 1.0], [10, 1.0]]));
     assert_eq!(read["images"], json!([[3, 640, 480], [10, 640, 480]]));
 }
+
+/// Ctrl-C: a part of the groups judged is no filtered file.
+#[cfg(unix)]
+#[test]
+fn an_interrupted_filter_leaves_nothing() {
+    for score in ["entropy", "snr"] {
+        let yaml = format!("filter: {{score: {score}}}\n");
+        let rows = lines(&synthetic_batch(4000, 1));
+        let folder = StudyFolder::new(&fixture("gpt2.pt"), &rows, &yaml);
+        let mut command = gradprism(&["filter"]);
+        command.arg(folder.path("study.yaml")).arg("--out").arg(folder.path("out")).arg("--quiet");
+        let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+        // The staging directory appears when the work begins.
+        while !folder.path("out/.partial").exists() {
+            assert!(child.try_wait().unwrap().is_none(), "it ended before it began");
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let id = child.id().to_string();
+        assert!(std::process::Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+        assert_eq!(child.wait().unwrap().code(), Some(130), "{score}");
+        assert!(!folder.has_output(), "something was left behind");
+    }
+}
