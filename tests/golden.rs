@@ -1,4 +1,5 @@
-//! The numbers of verl, TRL, OpenRLHF and RAGEN: values and gradients to 1e-7 relative in float64.
+//! The numbers of verl, TRL, OpenRLHF and RAGEN: values and gradients to 1e-7 relative in float64. The
+//! choices of RAGEN's filter.
 //! `GRADPRISM_GOLDEN_DIR` names another directory of such files.
 
 mod common;
@@ -6,6 +7,7 @@ mod common;
 use std::path::PathBuf;
 
 use gradprism::diagnostics::{CrossScores, Marginal};
+use gradprism::filter::{Compat, Filter, OnEmpty};
 use gradprism::objective::{
     Aggregation, GRPO_EPSILON, GroupIndex, KlEstimator, KlGradient, KlPenalty, Surrogate,
     SurrogateForm, TokenWeights, Tokens, discounted_returns, entropy, gae, log_probs, value_loss,
@@ -215,4 +217,38 @@ fn golden_mutual_information() {
     }
     // 25 metrics of RAGEN's and 3 in the paper's form, in ten cases.
     assert_eq!(compared, 10 * (25 + 3));
+}
+
+#[test]
+fn golden_filter() {
+    for (index, case) in cases("filter.json").iter().enumerate() {
+        let filter = Filter {
+            strategy: get(case, "strategy"),
+            direction: get(case, "direction"),
+            mass: get(case, "mass"),
+            value: get(case, "value"),
+            epsilon: get(case, "epsilon"),
+            include_zero: get(case, "include_zero"),
+            on_empty: OnEmpty::Skip,
+            compat: Some(Compat::Ragen),
+        };
+        let scores: Vec<f64> = get(case, "scores");
+        let selection = filter.select(&Tensor::from_slice(&scores)).unwrap();
+        let mask = selection.to_host().unwrap();
+        let found: Vec<usize> = (0..scores.len()).filter(|group| mask[*group]).collect();
+        let expected: Vec<usize> = get(case, "kept");
+        let what = format!("case {index}, {filter:?} of {scores:?}");
+        assert_eq!(selection.count, expected.len(), "{what}");
+        // Of equal scores it may be others, but their scores are the same.
+        let sorted = |groups: &[usize]| {
+            let mut scores: Vec<f32> = groups.iter().map(|group| scores[*group] as f32).collect();
+            scores.sort_by(f32::total_cmp);
+            scores
+        };
+        if get(case, "has_ties") {
+            assert_eq!(sorted(&found), sorted(&expected), "{what}");
+        } else {
+            assert_eq!(found, expected, "{what}");
+        }
+    }
 }

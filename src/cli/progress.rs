@@ -88,16 +88,11 @@ impl Meter {
     }
 }
 
-/// Shows the progress of a study, writes each finished step to TensorBoard, and passes Ctrl-C on.
+/// Shows the progress of a study, writes each finished step to TensorBoard if there is a log, and passes
+/// Ctrl-C on.
 pub struct Progress {
     pub meter: Meter,
-    log: StudyLog,
-}
-
-impl Progress {
-    pub fn new(meter: Meter, log: StudyLog) -> Self {
-        Self { meter, log }
-    }
+    pub log: Option<StudyLog>,
 }
 
 impl Observer for Progress {
@@ -110,7 +105,7 @@ impl Observer for Progress {
     }
 
     fn step(&mut self, record: &BatchRecord) -> Result<()> {
-        self.log.step(record)
+        self.log.as_mut().map_or(Ok(()), |log| log.step(record))
     }
 
     fn warning(&mut self, message: &str) {

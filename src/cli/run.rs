@@ -51,11 +51,11 @@ impl RunArgs {
         }
     }
 
-    /// Prints the summary as it was asked for.
+    /// Prints the summary as it was asked for; `written` is what the run left.
     pub fn print(
         &self,
         summary: &impl Serialize,
-        directory: &Path,
+        written: &Path,
         table: impl FnOnce() -> String,
     ) -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
@@ -64,7 +64,7 @@ impl RunArgs {
             writeln!(out)?;
         } else if !self.quiet {
             write!(out, "{}", table())?;
-            writeln!(out, "\nwritten to {}", directory.display())?;
+            writeln!(out, "\nwritten to {}", written.display())?;
         }
         Ok(())
     }

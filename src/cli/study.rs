@@ -54,7 +54,7 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     directory.write_text("config.resolved.yaml", &resolved)?;
     let log = StudyLog::create(&directory, &resolved)?;
     let meter = Meter::new(args.run.quiet, "trajectories", interrupted);
-    let mut progress = Progress::new(meter, log);
+    let mut progress = Progress { meter, log: Some(log) };
     let report = study.run(&mut progress)?;
     progress.meter.finish();
 

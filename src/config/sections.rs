@@ -7,7 +7,9 @@ use tch::Device;
 
 use crate::diagnostics::{Marginal, Sampling};
 use crate::error::{Error, Result};
-use crate::filter::{Mass, OnEmpty, Score, Strategy};
+use crate::filter::{
+    Adaptive, Compat, Direction, Filter, LossScale, Mass, OnEmpty, Score, Strategy,
+};
 use crate::gradient::Components;
 use crate::objective::{
     AdvantageEstimator, Aggregation, ImportanceCorrection, KlEstimator, KlGradient, KlPlacement,
@@ -353,25 +355,45 @@ pub struct FilterConfig {
     pub score: Score,
     /// How groups are chosen.
     pub strategy: Strategy,
+    /// Which scores come first.
+    pub direction: Direction,
     /// What counts as mass, for top_p.
     pub mass: Mass,
     /// The parameter of the strategy.
     pub value: f64,
+    /// How far the mass may fall short, for top_p by linear mass.
+    pub epsilon: f64,
     /// Whether groups of score 0 may be kept.
     pub include_zero: bool,
     /// What to do if no group is kept.
     pub on_empty: OnEmpty,
+    /// Whose choices are reproduced.
+    pub compat: Option<Compat>,
+    /// Lets the keep rate of top_p follow the spread of the reward variances.
+    pub adaptive: Option<Adaptive>,
+    /// How the loss is scaled by the share that is kept.
+    pub loss_scale: LossScale,
+    /// Groups of an optimiser step; none: the whole batch.
+    pub mini_batch_size: Option<usize>,
 }
 
 impl Default for FilterConfig {
     fn default() -> Self {
+        let Filter { strategy, direction, mass, value, epsilon, include_zero, on_empty, compat } =
+            Filter::default();
         Self {
             score: Score::RewardVariance,
-            strategy: Strategy::TopP,
-            mass: Mass::Linear,
-            value: 0.9,
-            include_zero: false,
-            on_empty: OnEmpty::Skip,
+            strategy,
+            direction,
+            mass,
+            value,
+            epsilon,
+            include_zero,
+            on_empty,
+            compat,
+            adaptive: None,
+            loss_scale: LossScale::None,
+            mini_batch_size: None,
         }
     }
 }

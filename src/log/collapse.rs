@@ -112,17 +112,19 @@ impl Plane<'_> {
         let way: Vec<(f64, f64)> = self
             .history
             .measured()
-            .map(|step| (step.conditional_entropy_est, step.mi_estimate.max(0.0)))
+            .map(|step| (step.conditional_entropy_est, step.mi_estimate))
             .collect();
+        // Of nothing, or less, there is no share that could be low.
         let center = self
             .baseline
-            .map(|baseline| (baseline.conditional_entropy_est, baseline.mi_estimate.max(0.0)));
+            .map(|baseline| (baseline.conditional_entropy_est, baseline.mi_estimate))
+            .filter(|(entropy, mi)| *entropy > 0.0 && *mi > 0.0);
         let points = || way.iter().copied().chain(center);
         let axes = Axes {
             title: "Entropy and mutual information of the reasoning",
             legend: "red: the last step   lines: low and high against the baseline",
             x_label: "H(Z|X), nats a token",
-            y_label: "I(X;Z), nats a token (at 0 if below)",
+            y_label: "I(X;Z), nats a token",
             x_ticks: ticks(points().map(|(x, _)| x)),
             y_ticks: ticks(points().map(|(_, y)| y)),
         };
@@ -153,18 +155,18 @@ impl Plane<'_> {
     }
 
     fn draw_quadrants(&self, picture: &mut Picture, axes: &Axes, x: f64, y: f64) -> Drawn {
-        let (right, top) = axes.spans();
-        line(picture, axes.place(x, 0.0), axes.place(x, top), INK)?;
-        line(picture, axes.place(0.0, y), axes.place(right, y), INK)?;
+        let ((left, right), (bottom, top)) = (axes.x_ends(), axes.y_ends());
+        line(picture, axes.place(x, bottom), axes.place(x, top), INK)?;
+        line(picture, axes.place(left, y), axes.place(right, y), INK)?;
         let small = MonoTextStyle::new(&FONT_7X13, INK);
         let (below, above) = (Point::new(0, 14), Point::new(0, -6));
         let margin = Point::new(4, 0);
         // In the outer corners, where the lines may leave little room beside them.
         for (name, corner, shift, alignment) in [
-            ("compressed", axes.place(0.0, top), below + margin, Alignment::Left),
+            ("compressed", axes.place(left, top), below + margin, Alignment::Left),
             ("diverse", axes.place(right, top), below - margin, Alignment::Right),
-            ("low-entropy collapse", axes.place(0.0, 0.0), above + margin, Alignment::Left),
-            ("template collapse", axes.place(right, 0.0), above - margin, Alignment::Right),
+            ("low-entropy collapse", axes.place(left, bottom), above + margin, Alignment::Left),
+            ("template collapse", axes.place(right, bottom), above - margin, Alignment::Right),
         ] {
             Text::with_alignment(name, corner + shift, small, alignment).draw(picture)?;
         }

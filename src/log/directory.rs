@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::picture::Picture;
 use crate::error::{Error, Result};
 
 /// The file by which a directory is known to be a run's.
@@ -92,6 +93,11 @@ impl RunDirectory {
         &self.staging
     }
 
+    /// Whether a file lies in the directory, so that putting a new run there could remove it.
+    pub fn holds(&self, file: &Path) -> bool {
+        file.canonicalize().is_ok_and(|file| file.starts_with(&self.target))
+    }
+
     /// Writes a text file.
     ///
     /// # Errors
@@ -99,6 +105,15 @@ impl RunDirectory {
     pub fn write_text(&self, name: &str, text: &str) -> Result<()> {
         let path = self.staging.join(name);
         std::fs::write(&path, text).map_err(Error::io("write", &path))
+    }
+
+    /// Writes a picture as a PNG file.
+    ///
+    /// # Errors
+    /// If it cannot be encoded or written.
+    pub fn write_picture(&self, name: &str, picture: &Picture) -> Result<()> {
+        let path = self.staging.join(name);
+        std::fs::write(&path, picture.to_png()?).map_err(Error::io("write", &path))
     }
 
     /// Writes a JSON file, indented.

@@ -1,9 +1,11 @@
 //! Stored rollouts: trajectories, the groups they form, and the batches (steps) of a file.
 
+mod copy;
 mod line;
 mod reader;
 mod text;
 
+pub use copy::copy_lines;
 pub use reader::{OnProblem, ReadOptions, read};
 
 use crate::objective::Counts;
@@ -176,4 +178,24 @@ pub struct ReadReport {
     pub repeated_lines: usize,
     /// Groups whose trajectories do not share their prompt.
     pub groups_of_unequal_prompts: usize,
+}
+
+impl ReadReport {
+    /// What was left out or found odd, a sentence each.
+    pub fn warnings(&self) -> Vec<String> {
+        [
+            (self.without_sampled_token, "trajectories without a sampled token were left out"),
+            (self.dropped_missing_reward, "trajectories without a reward were dropped"),
+            (self.dropped_single, "groups of one trajectory were dropped"),
+            (
+                self.repeated_lines,
+                "lines repeat an earlier one, without a trajectory_id to tell them apart",
+            ),
+            (self.groups_of_unequal_prompts, "groups hold different prompts under one group_id"),
+        ]
+        .into_iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, what)| format!("{count} {what}"))
+        .collect()
+    }
 }

@@ -1,5 +1,6 @@
 //! The main job: stored rollouts, a policy and a loss in; the split of every group's gradient out.
 
+mod entropy;
 mod prepare;
 mod record;
 mod step;
@@ -68,6 +69,8 @@ pub struct Study {
     /// The policy of the first step.
     first: Option<Policy>,
     warnings: Vec<String>,
+    /// Whether gradients are taken; else forward passes of the policy are all that is asked for.
+    takes_gradients: bool,
 }
 
 impl Study {
@@ -77,14 +80,19 @@ impl Study {
     /// # Errors
     /// At the first thing that is wrong with the configuration, the rollouts or the policies.
     pub fn prepare(config: Config) -> Result<Self> {
+        Self::prepare_for(config, true)
+    }
+
+    /// The same for forward passes alone: neither a reference policy nor trainable parameters are
+    /// needed, and arrays that only a loss reads may be missing.
+    pub(crate) fn prepare_for_scores(config: Config) -> Result<Self> {
+        Self::prepare_for(config, false)
+    }
+
+    fn prepare_for(config: Config, takes_gradients: bool) -> Result<Self> {
         let config = config.resolve()?;
         let algorithm = config.algorithm()?;
-        let path = config.rollouts.path.clone().ok_or_else(|| {
-            Error::config(
-                "rollouts.path",
-                "expected a rollout file, found none; name it in the file or with --set rollouts.path=PATH",
-            )
-        })?;
+        let path = config.rollouts_path()?;
         let device = config.device.resolve()?;
         let rollouts = rollout::read(&path, &config.read_options())?;
         let steps: Vec<Option<i64>> = rollouts.batches.iter().map(|batch| batch.step).collect();
@@ -112,14 +120,18 @@ impl Study {
             reference: None,
             first: None,
             warnings: Vec::new(),
+            takes_gradients,
         };
-        study.check_inputs(&path)?;
+        study.warnings.extend(study.rollouts.report.warnings());
+        if takes_gradients {
+            study.check_inputs(&path)?;
+        }
         for (_, checkpoint) in &study.plan {
             if !checkpoint.exists() {
                 return Err(Error::checkpoint(checkpoint, "no such file"));
             }
         }
-        if let Some(reference) = &study.config.policy.reference {
+        if let (Some(reference), true) = (&study.config.policy.reference, takes_gradients) {
             let options = PolicyOptions {
                 // Any weights will do: no gradient is taken.
                 trainable: PolicyOptions::default().trainable,
@@ -174,21 +186,6 @@ impl Study {
                 "expected the sampler's own log-probabilities, since algorithm.importance is set, found none",
             ));
         }
-        let report = self.rollouts.report.clone();
-        for (count, what) in [
-            (report.without_sampled_token, "trajectories without a sampled token were left out"),
-            (report.dropped_missing_reward, "trajectories without a reward were dropped"),
-            (report.dropped_single, "groups of one trajectory were dropped"),
-            (
-                report.repeated_lines,
-                "lines repeat an earlier one, without a trajectory_id to tell them apart",
-            ),
-            (report.groups_of_unequal_prompts, "groups hold different prompts under one group_id"),
-        ] {
-            if count > 0 {
-                self.warnings.push(format!("{count} {what}"));
-            }
-        }
         if self.algorithm.kl.estimator == KlEstimator::K1
             && self.algorithm.kl.gradient == KlGradient::Own
             && self.algorithm.kl_loss_coef() > 0.0
@@ -203,7 +200,11 @@ impl Study {
     /// Loads the checkpoint of a step, and checks the rollouts against it.
     fn load(&self, index: usize) -> Result<Policy> {
         let (batch, checkpoint) = &self.plan[index];
-        let policy = Policy::load(checkpoint, &self.options)?;
+        let policy = if self.takes_gradients {
+            Policy::load(checkpoint, &self.options)?
+        } else {
+            Policy::load_without_gradient(checkpoint, &self.options)?
+        };
         self.check_choices(&policy, &self.rollouts.batches[*batch])?;
         if let Some(reference) = &self.reference
             && reference.choices() != policy.choices()
@@ -287,6 +288,7 @@ impl Study {
             observer.warning(warning);
         }
         let mut policy = self.first.take();
+        let mut filter = self.config.step_filter().marking();
         let mut report = StudyReport {
             read: self.rollouts.report.clone(),
             warnings: self.warnings.clone(),
@@ -314,7 +316,8 @@ impl Study {
                     }
                 }
             }
-            let record = self.step(policy, index, observer)?;
+            let mut record = self.step(policy, index, observer)?;
+            record.mark_kept(&mut filter)?;
             let finished = !record.partial;
             for warning in &record.warnings {
                 observer.warning(warning);
@@ -356,7 +359,6 @@ impl Study {
     ) -> Result<BatchRecord> {
         let step = Step::new(self, policy, index)?;
         let mut record = step.run(self.engine().as_mut(), observer)?;
-        record.mark_kept(&self.config.filter(), self.config.filter.score)?;
         self.judge(&mut record, &self.rollouts.batches[self.plan[index].0]);
         Ok(record)
     }
