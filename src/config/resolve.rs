@@ -300,7 +300,6 @@ impl DiagnosticsConfig {
             ("diagnostics.max_sequences", self.max_sequences, 1),
             // One step has no spread to measure a fall by.
             ("diagnostics.baseline_steps", self.baseline_steps, 2),
-            ("diagnostics.every", self.every, 1),
         ] {
             if count < least {
                 return Err(Error::config(

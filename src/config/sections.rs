@@ -426,8 +426,6 @@ pub struct DiagnosticsConfig {
     pub baseline_steps: usize,
     /// The file that carries the past over a restart; none: every run begins anew.
     pub state: Option<PathBuf>,
-    /// Training diagnoses every so many steps; stored rollouts are diagnosed at every step.
-    pub every: usize,
 }
 
 impl Default for DiagnosticsConfig {
@@ -445,7 +443,6 @@ impl Default for DiagnosticsConfig {
             baseline: None,
             baseline_steps: 5,
             state: None,
-            every: 5,
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 
 use tch::Device;
 
 use super::cross::{Cost, CrossPlan, ScoreOptions};
 use super::history::{Entry, History, JudgeOptions, Judgement, Measured};
-use super::prepare::{PlannedStep, early_warnings, past, plan};
+use super::prepare::{early_warnings, numbers, past};
 use super::record::{ByMarginal, DiagnosisReport, RowRecord, StepRecord};
 use super::regime::Regime;
 use super::sampling::{Draw, Sampling};
@@ -15,12 +16,9 @@ use super::spans::{Span, SpanCounts, offered};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gradient::mean;
-use crate::policy::{Policy, PolicyKind, PolicyOptions, Problem};
-use crate::rollout::{self, Batch, Content, OnProblem, ReadOptions, Rollouts, Trajectory};
-use crate::study::PolicyRecord;
-
-/// Beyond this mean difference per token the stored spans seem to come from another policy.
-const FOREIGN_LOG_RATIO: f64 = 0.1;
+use crate::policy::{Policy, PolicyKind, PolicyOptions};
+use crate::rollout::{self, OnProblem, ReadOptions, Rollouts, Trajectory};
+use crate::study::{FOREIGN_LOG_RATIO, Policies, PolicyRecord, check_steps, plan};
 
 /// Looks on while a diagnosis runs.
 pub trait Observer {
@@ -52,7 +50,11 @@ pub struct Diagnosis {
     rollouts: Rollouts,
     /// Whether any line of the file lists reasoning spans.
     names_reasoning: bool,
-    plan: Vec<PlannedStep>,
+    path: PathBuf,
+    /// The batch and the checkpoint of every step.
+    plan: Vec<(usize, PathBuf)>,
+    /// Their numbers.
+    steps: Vec<i64>,
     cost: Cost,
     history: History,
     judge: JudgeOptions,
@@ -75,12 +77,7 @@ impl Diagnosis {
                 "expected causal_lm: a step policy writes no reasoning that could be scored under other contexts",
             ));
         }
-        let path = config.rollouts.path.clone().ok_or_else(|| {
-            Error::config(
-                "rollouts.path",
-                "expected a rollout file, found none; name it in the file or with --set rollouts.path=PATH",
-            )
-        })?;
+        let path = config.rollouts_path()?;
         let device = config.device.resolve()?;
         // Neither baselines nor rewards are needed here.
         let read = ReadOptions {
@@ -91,33 +88,24 @@ impl Diagnosis {
         let rollouts = rollout::read(&path, &read)?;
         let names_reasoning = rollouts.trajectories().any(|row| row.reasoning.is_some());
         let (history, judge) = past(&config.diagnostics)?;
-        let plan = plan(&config, &rollouts, &history)?;
-        let first_step = plan.first().map_or(0, |step| step.step);
-        let warnings = early_warnings(&rollouts, &history, first_step);
-        let options = PolicyOptions {
-            // Any weights will do: no gradient is taken.
-            trainable: PolicyOptions::default().trainable,
-            ..config.policy_options(device)?
-        };
+        let plan = plan(&config, &rollouts)?;
+        let steps = numbers(&plan, &rollouts, &history);
         let mut diagnosis = Self {
             names_reasoning,
-            warnings,
+            warnings: early_warnings(&rollouts, &history, &steps),
+            options: config.policy_options(device)?,
             config,
             device,
-            options,
             rollouts,
+            path,
             plan,
+            steps,
             cost: Cost::default(),
             history,
             judge,
             first: None,
         };
         diagnosis.cost = diagnosis.total_cost()?;
-        for step in &diagnosis.plan {
-            if !step.checkpoint.exists() {
-                return Err(Error::checkpoint(&step.checkpoint, "no such file"));
-            }
-        }
         diagnosis.first = Some(diagnosis.load(0)?);
         Ok(diagnosis)
     }
@@ -140,14 +128,14 @@ impl Diagnosis {
     }
 
     /// The spans of a step that are scored, and what there was to draw from.
-    fn drawn(&self, step: &PlannedStep) -> (Vec<Span<'_>>, SpanCounts) {
+    fn drawn(&self, index: usize) -> (Vec<Span<'_>>, SpanCounts) {
         let diagnostics = &self.config.diagnostics;
-        let batch = &self.rollouts.batches[step.batch];
+        let batch = &self.rollouts.batches[self.plan[index].0];
         let (offers, counts) = offered(batch, diagnostics.sampling, self.names_reasoning);
         let draw = Draw {
             samples: diagnostics.samples,
             replacement: diagnostics.replacement,
-            seed: diagnostics.seed.wrapping_add_signed(step.step),
+            seed: diagnostics.seed.wrapping_add_signed(self.steps[index]),
         };
         let sizes: Vec<usize> = offers.iter().map(Vec::len).collect();
         let drawn = draw.draw(&sizes);
@@ -157,14 +145,14 @@ impl Diagnosis {
     fn total_cost(&self) -> Result<Cost> {
         let most = self.config.diagnostics.max_sequences;
         let mut total = Cost::default();
-        for step in &self.plan {
-            let cost = CrossPlan::new(&self.drawn(step).0).cost(self.score_options());
+        for (index, step) in self.steps.iter().enumerate() {
+            let cost = CrossPlan::new(&self.drawn(index).0).cost(self.score_options());
             if cost.sequences > most {
                 return Err(Error::config(
                     "diagnostics.max_sequences",
                     format!(
                         "step {} would score {} sequences ({} distinct spans under {} distinct contexts, {} tokens), and {most} are allowed; lower diagnostics.samples, or raise this",
-                        step.step, cost.sequences, cost.spans, cost.contexts, cost.tokens
+                        step, cost.sequences, cost.spans, cost.contexts, cost.tokens
                     ),
                 ));
             }
@@ -173,35 +161,11 @@ impl Diagnosis {
         Ok(total)
     }
 
-    /// Loads the checkpoint of a step, and checks the rollouts against it.
+    /// Loads the checkpoint of a step, and checks the rollouts of its steps against it.
     fn load(&self, index: usize) -> Result<Policy> {
-        let step = &self.plan[index];
-        let policy = Policy::load_without_gradient(&step.checkpoint, &self.options)?;
-        self.check_ids(&policy, &self.rollouts.batches[step.batch])?;
+        let policy = Policy::load_without_gradient(&self.plan[index].1, &self.options)?;
+        check_steps(&policy, &self.plan, &self.rollouts, &self.path)?;
         Ok(policy)
-    }
-
-    fn check_ids(&self, policy: &Policy, batch: &Batch) -> Result<()> {
-        for trajectory in batch.trajectories() {
-            let Content::Tokens { prompt_ids, response_ids } = &trajectory.content else {
-                continue;
-            };
-            for (field, ids) in [("prompt_ids", prompt_ids), ("response_ids", response_ids)] {
-                if let Some(index) = ids.iter().position(|id| *id >= policy.choices()) {
-                    return Err(Error::RolloutLine {
-                        path: self.config.rollouts.path.clone().unwrap_or_default(),
-                        line: trajectory.line,
-                        field: format!("{field}[{index}]"),
-                        problem: format!(
-                            "expected a number below {}, the size of the vocabulary of the policy, found {}",
-                            policy.choices(),
-                            ids[index]
-                        ),
-                    });
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Diagnoses step by step. Ends early, with what is finished, if the observer asks. Returns the
@@ -223,28 +187,15 @@ impl Diagnosis {
             sampling: self.config.diagnostics.sampling,
             steps: Vec::new(),
         };
-        let mut loaded = self.first.take();
+        let mut policies = Policies::new(self.first.take());
         for index in 0..self.plan.len() {
-            let mut is_new = index == 0;
-            let policy = match loaded.take() {
-                Some(policy) if policy.path() == self.plan[index].checkpoint => policy,
-                other => {
-                    // One policy in memory at a time.
-                    drop(other);
-                    is_new = true;
-                    self.load(index)?
-                }
-            };
-            let policy = loaded.insert(policy);
+            let (policy, odd) = policies.of(&self.plan[index].1, || self.load(index))?;
             if index == 0 {
                 report.policy = PolicyRecord::new(policy, self.device);
             }
-            for problem in policy.warnings().iter().filter(|_| is_new) {
-                if let Problem::Warning(message) = problem {
-                    let message = format!("{}: {message}", policy.path().display());
-                    observer.warning(&message);
-                    report.warnings.push(message);
-                }
+            for message in odd {
+                observer.warning(&message);
+                report.warnings.push(message);
             }
             let Some(record) = self.step(policy, index, observer)? else {
                 report.partial = true;
@@ -266,12 +217,12 @@ impl Diagnosis {
         index: usize,
         observer: &mut dyn Observer,
     ) -> Result<Option<StepRecord>> {
-        let planned = &self.plan[index];
-        let (spans, counts) = self.drawn(planned);
+        let number = self.steps[index];
+        let (spans, counts) = self.drawn(index);
         let plan = CrossPlan::new(&spans);
         let mut record = StepRecord {
-            step: planned.step,
-            checkpoint: planned.checkpoint.display().to_string(),
+            step: number,
+            checkpoint: policy.path().display().to_string(),
             spans: counts,
             valid_share: counts.valid_share(),
             cost: plan.cost(self.score_options()),
@@ -302,7 +253,7 @@ impl Diagnosis {
             record.rows = spans
                 .iter()
                 .enumerate()
-                .map(|(row, span)| RowRecord::new(planned.step, span, scores, row))
+                .map(|(row, span)| RowRecord::new(number, span, scores, row))
                 .collect();
         }
         let is_healthy = record.valid_share >= self.judge.min_valid;

@@ -1,22 +1,12 @@
-//! What a diagnosis begins with: its past, and its steps.
+//! What a diagnosis begins with: its past, and the numbers of its steps.
 
 use std::path::{Path, PathBuf};
 
 use super::history::{History, JudgeOptions, Measured};
 use super::regime::Baseline;
-use crate::config::{Config, DiagnosticsConfig};
+use crate::config::DiagnosticsConfig;
 use crate::error::{Error, Result};
 use crate::rollout::Rollouts;
-
-/// A step that is going to be diagnosed.
-pub(super) struct PlannedStep {
-    /// The step of the file, or one after the last of the state.
-    pub step: i64,
-    /// The place of its batch.
-    pub batch: usize,
-    /// The file of its policy.
-    pub checkpoint: PathBuf,
-}
 
 /// The past of this run, and how it is read.
 pub(super) fn past(diagnostics: &DiagnosticsConfig) -> Result<(History, JudgeOptions)> {
@@ -57,39 +47,24 @@ pub(super) fn past(diagnostics: &DiagnosticsConfig) -> Result<(History, JudgeOpt
     Ok((history, judge))
 }
 
-/// The batch and the checkpoint of every step, ascending.
-pub(super) fn plan(
-    config: &Config,
+/// The number of every step: that of the file, or what follows the last of the history.
+pub(super) fn numbers(
+    plan: &[(usize, PathBuf)],
     rollouts: &Rollouts,
     history: &History,
-) -> Result<Vec<PlannedStep>> {
-    let steps: Vec<Option<i64>> = rollouts.batches.iter().map(|batch| batch.step).collect();
-    let checkpoints = config.checkpoints(&steps)?;
-    // Rollouts without steps are one batch, whatever the number of checkpoints.
-    let last = rollouts.batches.len() - 1;
-    let after_state = history.last_step().map_or(0, |step| step.saturating_add(1));
-    Ok(checkpoints
-        .into_iter()
+) -> Vec<i64> {
+    let next = history.last_step().map_or(0, |step| step.saturating_add(1));
+    let follows = |index: usize| next.saturating_add(index as i64);
+    plan.iter()
         .enumerate()
-        .map(|(index, checkpoint)| {
-            let batch = index.min(last);
-            let step = steps[batch].unwrap_or(after_state.saturating_add(index as i64));
-            PlannedStep { step, batch, checkpoint }
-        })
-        .collect())
+        .map(|(index, (batch, _))| rollouts.batches[*batch].step.unwrap_or(follows(index)))
+        .collect()
 }
 
 /// What is odd before anything is scored.
-pub(super) fn early_warnings(
-    rollouts: &Rollouts,
-    history: &History,
-    first_step: i64,
-) -> Vec<String> {
-    let mut warnings = Vec::new();
-    let unsampled = rollouts.report.without_sampled_token;
-    if unsampled > 0 {
-        warnings.push(format!("{unsampled} trajectories without a sampled token were left out"));
-    }
+pub(super) fn early_warnings(rollouts: &Rollouts, history: &History, steps: &[i64]) -> Vec<String> {
+    let mut warnings = rollouts.report.warnings();
+    let first_step = steps.first().copied().unwrap_or(0);
     let held = history.held_from(first_step);
     if held > 0 {
         warnings.push(format!(

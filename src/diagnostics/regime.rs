@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::history::Measured;
+use crate::filter::variance;
 use crate::gradient::mean;
 
 /// A quadrant of the plane (RAGEN-2, arXiv 2604.06268), or outside of it.
@@ -62,14 +63,11 @@ impl Baseline {
     pub fn of(steps: &[Measured]) -> Option<Self> {
         let of = |value: fn(&Measured) -> f64| steps.iter().map(value).collect::<Vec<f64>>();
         let values = of(|step| step.mi_estimate);
-        let middle = mean(&values)?;
-        let squares: f64 = values.iter().map(|value| (value - middle).powi(2)).sum();
-        let count = values.len() as f64;
         Some(Self {
             steps: steps.len(),
             conditional_entropy_est: mean(&of(|step| step.conditional_entropy_est))?,
-            mi_estimate: middle,
-            mi_std: (count > 1.0).then(|| (squares / (count - 1.0)).sqrt()),
+            mi_estimate: mean(&values)?,
+            mi_std: (steps.len() > 1).then(|| variance(values).sqrt()),
         })
     }
 

@@ -161,6 +161,14 @@ impl Rollouts {
     pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
         self.batches.iter().flat_map(Batch::trajectories)
     }
+
+    /// The shape of the first observation; none of a language model's rollouts.
+    pub fn observation_shape(&self) -> Option<Vec<i64>> {
+        match &self.trajectories().next()?.content {
+            Content::Tokens { .. } => None,
+            Content::Steps { shape, .. } => Some(shape.clone()),
+        }
+    }
 }
 
 /// What a reader left out, and what it found odd.

@@ -3,11 +3,14 @@
 //! Rewards and lengths are in the file. Entropies take a forward pass of the policy over every
 //! trajectory; `snr` and `signal` are measured by a [`Study`], whose report comes along.
 
+mod entropy;
 mod record;
 
 pub use record::{ReasonCounts, SiftGroup, SiftReport, SiftStep};
 
 use std::path::{Path, PathBuf};
+
+use entropy::EntropyRun;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -32,9 +35,19 @@ struct SiftBatch {
 
 /// Where scores beyond those of the rollouts come from.
 enum Source {
-    Rollouts,
-    Entropies(Box<Study>),
+    Rollouts(Rollouts),
+    Entropies(Box<EntropyRun>),
     Gradients(Box<Study>),
+}
+
+impl Source {
+    fn rollouts(&self) -> &Rollouts {
+        match self {
+            Self::Rollouts(rollouts) => rollouts,
+            Self::Entropies(run) => run.rollouts(),
+            Self::Gradients(study) => study.rollouts(),
+        }
+    }
 }
 
 impl Sift {
@@ -53,24 +66,16 @@ impl Sift {
                 problem: "expected a file, which is read twice, found a folder or a pipe".into(),
             });
         }
-        let (source, rollouts) = match config.filter.score.need() {
-            Need::Rollouts => (Source::Rollouts, rollout::read(&path, &config.read_options())?),
-            Need::Forward => {
-                let study = Study::prepare_for_scores(config.clone())?;
-                let rollouts = study.rollouts().clone();
-                (Source::Entropies(Box::new(study)), rollouts)
-            }
-            Need::Gradient => {
-                let study = Study::prepare(config.clone())?;
-                let rollouts = study.rollouts().clone();
-                (Source::Gradients(Box::new(study)), rollouts)
-            }
+        let source = match config.filter.score.need() {
+            Need::Rollouts => Source::Rollouts(rollout::read(&path, &config.read_options())?),
+            Need::Forward => Source::Entropies(Box::new(EntropyRun::prepare(&config)?)),
+            Need::Gradient => Source::Gradients(Box::new(Study::prepare(config.clone())?)),
         };
-        if !matches!(source, Source::Rollouts) {
-            check_one_policy_a_step(&config, &rollouts)?;
+        let rollouts = source.rollouts();
+        if !matches!(source, Source::Rollouts(_)) {
+            check_one_policy_a_step(&config, rollouts)?;
         }
-        let read = rollouts.report.clone();
-        Ok(Self { config, path, read, batches: batches(&rollouts), source })
+        Ok(Self { read: rollouts.report.clone(), batches: batches(rollouts), config, path, source })
     }
 
     /// The configuration with every default filled in.
@@ -90,17 +95,22 @@ impl Sift {
     /// If libtorch fails, a loss, a gradient or an entropy is not finite, a later checkpoint is
     /// unusable, or no group of a step is kept and that is an error.
     pub fn run(mut self, observer: &mut dyn Observer) -> Result<Option<SiftReport>> {
-        let mut report = SiftReport { read: self.read, ..SiftReport::default() };
+        let mut report = SiftReport {
+            read: self.read,
+            score: self.config.filter.score,
+            warnings: Vec::new(),
+            steps: Vec::new(),
+            study: None,
+        };
+        if !matches!(self.source, Source::Gradients(_)) {
+            // A study says these itself.
+            report.read.warnings().iter().for_each(|warning| observer.warning(warning));
+        }
         match self.source {
-            Source::Rollouts => {
-                // A study says these itself.
-                report.read.warnings().iter().for_each(|warning| observer.warning(warning));
-            }
-            Source::Entropies(study) => {
-                report.read.warnings().iter().for_each(|warning| observer.warning(warning));
-                let Some(steps) = study.entropies(observer)? else { return Ok(None) };
-                let entropies = steps.iter().flatten();
-                for (group, rows) in groups_mut(&mut self.batches).zip(entropies) {
+            Source::Rollouts(_) => {}
+            Source::Entropies(run) => {
+                let Some(entropies) = run.run(observer)? else { return Ok(None) };
+                for (group, rows) in groups_mut(&mut self.batches).zip(&entropies) {
                     group.scores = group.scores.with_entropies(rows);
                 }
             }

@@ -8,13 +8,15 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
-use crate::filter::{KeptRecord, Reason, Scores, Verdict};
+use crate::filter::{KeptRecord, Reason, Score, Scores, Verdict};
 use crate::rollout::{self, Group, ReadReport, Trajectory};
 use crate::study::StudyReport;
 
 /// A filter job's results.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct SiftReport {
+    /// What groups are ranked by.
+    pub score: Score,
     /// What the reader left out or found odd.
     pub read: ReadReport,
     /// What else is odd.

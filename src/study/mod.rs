@@ -1,10 +1,11 @@
 //! The main job: stored rollouts, a policy and a loss in; the split of every group's gradient out.
 
-mod entropy;
+mod plan;
 mod prepare;
 mod record;
 mod step;
 
+pub(crate) use plan::{Policies, check_steps, plan};
 pub use prepare::PreparedBatch;
 pub use record::SIGNIFICANT;
 pub use record::{
@@ -22,11 +23,11 @@ use crate::config::{Config, EngineName, OldLogprobs};
 use crate::error::{Error, Result};
 use crate::gradient::{BatchedEngine, Engine, PlainEngine};
 use crate::objective::{AdvantageEstimator, Algorithm, KlEstimator, KlGradient};
-use crate::policy::{ObservationDtype, Policy, PolicyOptions, Problem};
-use crate::rollout::{self, Batch, Content, Rollouts, Trajectory};
+use crate::policy::{Policy, PolicyOptions};
+use crate::rollout::{self, Batch, Rollouts};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
-const FOREIGN_LOG_RATIO: f64 = 0.1;
+pub(crate) const FOREIGN_LOG_RATIO: f64 = 0.1;
 
 /// Looks on while a study runs.
 pub trait Observer {
@@ -69,8 +70,6 @@ pub struct Study {
     /// The policy of the first step.
     first: Option<Policy>,
     warnings: Vec<String>,
-    /// Whether gradients are taken; else forward passes of the policy are all that is asked for.
-    takes_gradients: bool,
 }
 
 impl Study {
@@ -80,71 +79,32 @@ impl Study {
     /// # Errors
     /// At the first thing that is wrong with the configuration, the rollouts or the policies.
     pub fn prepare(config: Config) -> Result<Self> {
-        Self::prepare_for(config, true)
-    }
-
-    /// The same for forward passes alone: neither a reference policy nor trainable parameters are
-    /// needed, and arrays that only a loss reads may be missing.
-    pub(crate) fn prepare_for_scores(config: Config) -> Result<Self> {
-        Self::prepare_for(config, false)
-    }
-
-    fn prepare_for(config: Config, takes_gradients: bool) -> Result<Self> {
         let config = config.resolve()?;
         let algorithm = config.algorithm()?;
         let path = config.rollouts_path()?;
         let device = config.device.resolve()?;
         let rollouts = rollout::read(&path, &config.read_options())?;
-        let steps: Vec<Option<i64>> = rollouts.batches.iter().map(|batch| batch.step).collect();
-        let checkpoints = config.checkpoints(&steps)?;
-        // Rollouts without steps are one batch, whatever the number of checkpoints.
-        let last = rollouts.batches.len() - 1;
-        let plan: Vec<(usize, PathBuf)> = checkpoints
-            .into_iter()
-            .enumerate()
-            .map(|(index, checkpoint)| (index.min(last), checkpoint))
-            .collect();
-        let mut options = config.policy_options(device)?;
-        if let Some(Content::Steps { shape, .. }) =
-            rollouts.trajectories().next().map(|trajectory| &trajectory.content)
-        {
-            options.observation_shape = Some(shape.clone());
-        }
+        let plan = plan(&config, &rollouts)?;
+        let options = PolicyOptions {
+            observation_shape: rollouts.observation_shape(),
+            ..config.policy_options(device)?
+        };
         let mut study = Self {
             config,
             algorithm,
             device,
             options,
-            rollouts,
             plan,
             reference: None,
             first: None,
-            warnings: Vec::new(),
-            takes_gradients,
+            warnings: rollouts.report.warnings(),
+            rollouts,
         };
-        study.warnings.extend(study.rollouts.report.warnings());
-        if takes_gradients {
-            study.check_inputs(&path)?;
+        study.check_inputs(&path)?;
+        if let Some(reference) = &study.config.policy.reference {
+            study.reference = Some(Policy::load_without_gradient(reference, &study.options)?);
         }
-        for (_, checkpoint) in &study.plan {
-            if !checkpoint.exists() {
-                return Err(Error::checkpoint(checkpoint, "no such file"));
-            }
-        }
-        if let (Some(reference), true) = (&study.config.policy.reference, takes_gradients) {
-            let options = PolicyOptions {
-                // Any weights will do: no gradient is taken.
-                trainable: PolicyOptions::default().trainable,
-                ..study.options.clone()
-            };
-            study.reference = Some(Policy::load_without_gradient(reference, &options)?);
-        }
-        let first = study.load(0)?;
-        // Steps that share the first checkpoint can be checked before anything is computed.
-        for (batch, _) in study.plan.iter().skip(1).filter(|(_, path)| path == first.path()) {
-            study.check_choices(&first, &study.rollouts.batches[*batch])?;
-        }
-        study.first = Some(first);
+        study.first = Some(study.load(0)?);
         Ok(study)
     }
 
@@ -197,15 +157,10 @@ impl Study {
         Ok(())
     }
 
-    /// Loads the checkpoint of a step, and checks the rollouts against it.
+    /// Loads the checkpoint of a step, and checks the rollouts of its steps against it.
     fn load(&self, index: usize) -> Result<Policy> {
-        let (batch, checkpoint) = &self.plan[index];
-        let policy = if self.takes_gradients {
-            Policy::load(checkpoint, &self.options)?
-        } else {
-            Policy::load_without_gradient(checkpoint, &self.options)?
-        };
-        self.check_choices(&policy, &self.rollouts.batches[*batch])?;
+        let policy = Policy::load(&self.plan[index].1, &self.options)?;
+        check_steps(&policy, &self.plan, &self.rollouts, &self.config.rollouts_path()?)?;
         if let Some(reference) = &self.reference
             && reference.choices() != policy.choices()
         {
@@ -221,61 +176,6 @@ impl Study {
         Ok(policy)
     }
 
-    /// Ids, actions and observations that the policy takes.
-    fn check_choices(&self, policy: &Policy, batch: &Batch) -> Result<()> {
-        batch.trajectories().try_for_each(|trajectory| {
-            self.check_trajectory(policy.choices(), trajectory).map_err(|(field, problem)| {
-                Error::RolloutLine {
-                    path: self.config.rollouts.path.clone().unwrap_or_default(),
-                    line: trajectory.line,
-                    field,
-                    problem,
-                }
-            })
-        })
-    }
-
-    /// The field that the policy cannot take, and why.
-    fn check_trajectory(
-        &self,
-        choices: i64,
-        trajectory: &Trajectory,
-    ) -> std::result::Result<(), (String, String)> {
-        let below = |field: &str, ids: &[i64], of: &str| {
-            let Some(index) = ids.iter().position(|id| *id >= choices) else { return Ok(()) };
-            Err((
-                format!("{field}[{index}]"),
-                format!(
-                    "expected a number below {choices}, the size of {of} of the policy, found {}",
-                    ids[index]
-                ),
-            ))
-        };
-        match &trajectory.content {
-            Content::Tokens { prompt_ids, response_ids } => {
-                below("prompt_ids", prompt_ids, "the vocabulary")?;
-                below("response_ids", response_ids, "the vocabulary")
-            }
-            Content::Steps { observations, shape, actions } => {
-                let refuse = |problem: String| Err(("observations".to_owned(), problem));
-                let expected = self.options.observation_shape.as_deref().unwrap_or_default();
-                if shape != expected {
-                    return refuse(format!(
-                        "expected observations of shape {expected:?} as in the first line, found {shape:?}"
-                    ));
-                }
-                if self.options.observation_dtype == ObservationDtype::Int64
-                    && let Some(number) = observations.iter().find(|number| number.fract() != 0.0)
-                {
-                    return refuse(format!(
-                        "expected integers, since policy.observation_dtype is int64, found {number}"
-                    ));
-                }
-                below("actions", actions, "the actions")
-            }
-        }
-    }
-
     /// Splits the gradients, step by step. Ends early, with what is finished, if the observer asks.
     ///
     /// # Errors
@@ -287,7 +187,7 @@ impl Study {
         for warning in &self.warnings {
             observer.warning(warning);
         }
-        let mut policy = self.first.take();
+        let mut policies = Policies::new(self.first.take());
         let mut filter = self.config.step_filter().marking();
         let mut report = StudyReport {
             read: self.rollouts.report.clone(),
@@ -296,25 +196,14 @@ impl Study {
         };
         for index in 0..self.plan.len() {
             let checkpoint = &self.plan[index].1;
-            let mut is_new = index == 0;
-            if policy.as_ref().is_none_or(|policy| policy.path() != checkpoint) {
-                drop(policy.take());
-                policy = Some(self.load(index)?);
-                is_new = true;
-            }
-            let Some(policy) = &policy else { continue };
+            let (policy, mut odd) = policies.of(checkpoint, || self.load(index))?;
             if index == 0 {
-                report.describe(policy, self.device);
+                report.policy = PolicyRecord::new(policy, self.device);
+                odd.extend(self.reference.iter().flat_map(Policy::warnings).cloned());
             }
-            let reference = self.reference.iter().filter(|_| index == 0);
-            for policy in reference.chain(is_new.then_some(policy)) {
-                for problem in policy.warnings() {
-                    if let Problem::Warning(message) = problem {
-                        let message = format!("{}: {message}", policy.path().display());
-                        observer.warning(&message);
-                        report.warnings.push(message);
-                    }
-                }
+            for message in odd {
+                observer.warning(&message);
+                report.warnings.push(message);
             }
             let mut record = self.step(policy, index, observer)?;
             record.mark_kept(&mut filter)?;

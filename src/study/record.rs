@@ -44,12 +44,6 @@ pub struct PolicyRecord {
     pub device: String,
 }
 
-impl StudyReport {
-    pub(super) fn describe(&mut self, policy: &Policy, device: Device) {
-        self.policy = PolicyRecord::new(policy, device);
-    }
-}
-
 impl PolicyRecord {
     /// Describes a policy that is loaded onto a device.
     pub fn new(policy: &Policy, device: Device) -> Self {
