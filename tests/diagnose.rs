@@ -26,9 +26,7 @@ fn number(value: &Value) -> f64 {
 
 /// Diagnoses the folder's rollouts into `out`.
 fn diagnose(folder: &StudyFolder, arguments: &[&str]) -> Output {
-    let mut command = gradprism(&["diagnose"]);
-    command.arg(folder.path("study.yaml")).arg("--out").arg(folder.path("out"));
-    command.args(arguments).output().unwrap()
+    folder.run_command("diagnose", arguments)
 }
 
 #[track_caller]

@@ -458,6 +458,17 @@ fn the_pictures_show_the_matrix_and_the_way() {
     // Half way between the steps, and on the line at half of the baseline's entropy.
     assert_eq!(pixel(&picture, (80 + 216 + 620) / 2, 137), BLUE);
     assert_eq!(pixel(&picture, 80 + 270, 380), [40; 3]);
+
+    // An estimate below 0 stands below the axis, and half of the baseline's information above it.
+    history.push(entry(1, Some(measured(-1.0, 2.0))));
+    let picture = Plane { history: &history, baseline, low: 0.5 }.draw();
+    assert_eq!(pixel(&picture, 80 + 216, 400), RED);
+    assert_eq!(pixel(&picture, 200, 225), [40; 3]);
+    assert_eq!(pixel(&picture, 200, 137), [40; 3]);
+    // Of a baseline without information there is no half.
+    let baseline = Baseline::of(&[measured(-1.0, 5.0)]);
+    let picture = Plane { history: &history, baseline, low: 0.5 }.draw();
+    assert_eq!(pixel(&picture, 80 + 270, 380), [255; 3]);
 }
 
 /// Standard normal numbers (Box and Muller).

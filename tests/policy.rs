@@ -4,7 +4,7 @@ mod common;
 
 use common::{fixture, gradprism, stderr};
 use gradprism::policy::{
-    Dtype, Inputs, ObservationDtype, Output, Policy, PolicyKind, PolicyOptions, Problem, Role,
+    Dtype, Inputs, ObservationDtype, Output, Policy, PolicyKind, PolicyOptions, Role,
 };
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

@@ -336,7 +336,7 @@ fn nothing_is_overwritten_and_nothing_half_written() {
     let own = format!("rollouts.path={}", folder.path("out/kept.jsonl").display());
     let output = folder.run_command("filter", &["--force", "--set", &own]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("lies in the run directory"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("which this run reads"), "{}", stderr(&output));
     assert_eq!(kept(&folder), before);
     let output = folder.run_command("filter", &["--force", "--quiet"]);
     assert_eq!(output.status.code(), Some(0));

@@ -3,7 +3,8 @@
 
 mod common;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
 
 use common::{assert_close, config, gradprism, stderr};
 use gradprism::diagnostics::{CrossScores, Marginal};
@@ -13,7 +14,7 @@ use serde_json::Value;
 use tch::Tensor;
 
 fn golden(name: &str) -> std::path::PathBuf {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 /// The checkpoint, or a loud word that the test is skipped.
@@ -23,6 +24,22 @@ fn checkpoint() -> Option<OsString> {
         eprintln!("SKIPPED: set GRADPRISM_SMOLLM2 to a TorchScript file of SmolLM2-135M");
     }
     checkpoint
+}
+
+/// Runs a command on the checkpoint and a rollout file, on all cores.
+fn run(command: &str, checkpoint: &OsStr, rollouts: &Path, out: &Path) {
+    let output = gradprism(&[command, "--quiet"])
+        .env_remove("OMP_NUM_THREADS")
+        .arg(config("smollm2.yaml"))
+        .arg("--set")
+        .arg(format!("policy.checkpoint={}", checkpoint.to_string_lossy()))
+        .arg("--set")
+        .arg(format!("rollouts.path={}", rollouts.display()))
+        .arg("--out")
+        .arg(out)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
 }
 
 #[test]
@@ -35,22 +52,10 @@ fn the_split_of_smollm2_is_that_of_plain_pytorch() {
     let lines: Vec<&str> = text.lines().take(24).collect();
     std::fs::write(&rollouts, lines.join("\n")).unwrap();
     let out = folder.path().join("out");
-    let mut command = gradprism(&["study", "--quiet"]);
-    let output = command
-        .env_remove("OMP_NUM_THREADS")
-        .arg(config("smollm2.yaml"))
-        .arg("--set")
-        .arg(format!("policy.checkpoint={}", checkpoint.to_string_lossy()))
-        .arg("--set")
-        .arg(format!("rollouts.path={}", rollouts.display()))
-        .arg("--out")
-        .arg(&out)
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    run("study", &checkpoint, &rollouts, &out);
 
     let parse = |text: &str| -> Value { serde_json::from_str(text).unwrap() };
-    let read = |path: &std::path::Path| std::fs::read_to_string(path).unwrap();
+    let read = |path: &Path| std::fs::read_to_string(path).unwrap();
     let groups: Vec<Value> = read(&out.join("prompts.jsonl")).lines().map(parse).collect();
     let known = parse(&read(&golden("smollm2_decomposition.json")));
     let number = |value: &Value| value.as_f64().unwrap();
@@ -89,19 +94,7 @@ fn smollm2_answers_the_question_it_was_asked() {
     let Some(checkpoint) = checkpoint() else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
-    let mut command = gradprism(&["diagnose", "--quiet"]);
-    let output = command
-        .env_remove("OMP_NUM_THREADS")
-        .arg(config("smollm2.yaml"))
-        .arg("--set")
-        .arg(format!("policy.checkpoint={}", checkpoint.to_string_lossy()))
-        .arg("--set")
-        .arg(format!("rollouts.path={}", golden("smollm2_rollouts.jsonl").display()))
-        .arg("--out")
-        .arg(&out)
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    run("diagnose", &checkpoint, &golden("smollm2_rollouts.jsonl"), &out);
     let read = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
     let report: Value = serde_json::from_str(&read("diagnosis.json")).unwrap();
     let seconds = report["wall_time"]["seconds"].as_f64().unwrap();

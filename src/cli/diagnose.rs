@@ -3,15 +3,15 @@
 use std::ops::ControlFlow;
 
 use clap::Args;
-use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
+use comfy_table::{Cell, CellAlignment, Color};
 use gradprism::diagnostics::{
     Cost, Diagnosis, DiagnosisReport, History, Observer, Regime, StepRecord,
 };
 use gradprism::log::{DiagnosisLog, number, with_error};
-use serde::Serialize;
 
 use super::progress::Meter;
-use super::run::{RunArgs, outcome};
+use super::run::{RunArgs, Summary, outcome};
+use super::table::bare;
 
 /// Options of the diagnosis.
 #[derive(Args)]
@@ -20,45 +20,22 @@ pub struct DiagnoseArgs {
     pub run: RunArgs,
 }
 
-/// `diagnosis.json`.
-#[derive(Serialize)]
-struct Summary<'a> {
-    format: u32,
-    gradprism: &'static str,
-    #[serde(flatten)]
-    report: &'a DiagnosisReport,
-    wall_time: WallTime,
-}
-
-/// The only part of a summary that differs between equal runs.
-#[derive(Serialize)]
-struct WallTime {
-    seconds: f64,
-    sequences_per_second: f64,
-}
-
 pub fn run(args: &DiagnoseArgs) -> anyhow::Result<u8> {
     let config = args.run.config.load()?.resolve()?;
     super::set_threads(config.threads);
     let interrupted = super::interruption()?;
     let diagnosis = Diagnosis::prepare(config)?;
-    let resolved = diagnosis.config().to_yaml()?;
     let low = diagnosis.config().diagnostics.low;
     let state = diagnosis.config().diagnostics.state.clone();
 
-    let directory = args.run.claim_directory()?;
-    super::remove_on_exit(directory.path());
-    directory.write_text("config.resolved.yaml", &resolved)?;
+    let (directory, resolved) = args.run.open(diagnosis.config())?;
     let log = DiagnosisLog::create(&directory, &resolved, low)?;
     let meter = Meter::new(args.run.quiet, "sequences", interrupted);
     let mut progress = Progress { meter, log };
     let (report, history) = diagnosis.run(&mut progress)?;
     progress.meter.finish();
 
-    let (seconds, done) = progress.meter.elapsed();
-    let wall_time = WallTime { seconds, sequences_per_second: done as f64 / seconds };
-    let summary =
-        Summary { format: 1, gradprism: env!("CARGO_PKG_VERSION"), report: &report, wall_time };
+    let summary = Summary::new(&report, Some(progress.meter.wall_time()));
     let rows = report.steps.iter().flat_map(|step| &step.rows);
     directory.write_json_lines("scores.jsonl", rows)?;
     directory.write_json("diagnosis.json", &summary)?;
@@ -108,13 +85,7 @@ impl Observer for Progress {
 
 /// A line a step.
 fn table(report: &DiagnosisReport) -> String {
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    for between_rows in [TableComponent::HorizontalLines, TableComponent::MiddleIntersections] {
-        table.remove_style(between_rows);
-    }
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header([
+    let mut table = bare([
         "step",
         "valid",
         "spans",

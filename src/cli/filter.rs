@@ -1,13 +1,11 @@
 //! `gradprism filter`.
 
 use clap::Args;
-use gradprism::error::Error;
 use gradprism::log::{FilterLog, RunDirectory, score_by_rank};
 use gradprism::sift::{Sift, SiftReport};
-use serde::Serialize;
 
 use super::progress::{Meter, Progress};
-use super::run::RunArgs;
+use super::run::{RunArgs, Summary};
 use super::{DONE, INTERRUPTED, filter_table};
 
 /// Options of the filter.
@@ -17,35 +15,15 @@ pub struct FilterArgs {
     pub run: RunArgs,
 }
 
-/// `summary.json`.
-#[derive(Serialize)]
-struct Summary<'a> {
-    format: u32,
-    gradprism: &'static str,
-    score: &'static str,
-    #[serde(flatten)]
-    report: &'a SiftReport,
-}
-
 pub fn run(args: &FilterArgs) -> anyhow::Result<u8> {
     let config = args.run.config.load()?.resolve()?;
     super::set_threads(config.threads);
     let interrupted = super::interruption()?;
     let sift = Sift::prepare(config)?;
-    let resolved = sift.config().to_yaml()?;
     let rollouts = sift.path().to_path_buf();
     let filter = sift.config().filter.clone();
 
-    let directory = args.run.claim_directory()?;
-    super::remove_on_exit(directory.path());
-    if directory.holds(&rollouts) {
-        return Err(Error::Rollouts {
-            path: rollouts,
-            problem: "lies in the run directory, where the new run would replace it; choose another with --out".into(),
-        }
-        .into());
-    }
-    directory.write_text("config.resolved.yaml", &resolved)?;
+    let (directory, resolved) = args.run.open(sift.config())?;
     let meter = Meter::new(args.run.quiet, "trajectories", interrupted);
     let mut progress = Progress { meter, log: None };
     let report = sift.run(&mut progress)?;
@@ -55,11 +33,10 @@ pub fn run(args: &FilterArgs) -> anyhow::Result<u8> {
         return Ok(INTERRUPTED);
     };
     report.write_kept(&rollouts, &directory.path().join("kept.jsonl"))?;
-    let score = filter.score.name();
-    let summary =
-        Summary { format: 1, gradprism: env!("CARGO_PKG_VERSION"), score, report: &report };
-    write_records(&directory, &summary)?;
-    log(&directory, &resolved, &report, score)?;
+    let summary = Summary::new(&report, None);
+    write_records(&directory, &report)?;
+    directory.write_json("summary.json", &summary)?;
+    log(&directory, &resolved, &report)?;
     let path = directory.finish()?;
 
     let kept = path.join("kept.jsonl");
@@ -67,26 +44,21 @@ pub fn run(args: &FilterArgs) -> anyhow::Result<u8> {
     Ok(DONE)
 }
 
-fn write_records(directory: &RunDirectory, summary: &Summary) -> gradprism::Result<()> {
-    let groups = summary.report.steps.iter().flat_map(|step| &step.groups);
+fn write_records(directory: &RunDirectory, report: &SiftReport) -> gradprism::Result<()> {
+    let groups = report.steps.iter().flat_map(|step| &step.groups);
     directory.write_json_lines("groups.jsonl", groups)?;
-    if let Some(study) = &summary.report.study {
+    if let Some(study) = &report.study {
         let groups = study.steps.iter().flat_map(|step| &step.groups);
         directory.write_json_lines("prompts.jsonl", groups)?;
     }
-    directory.write_json("summary.json", summary)
+    Ok(())
 }
 
 /// TensorBoard, and a picture a step.
-fn log(
-    directory: &RunDirectory,
-    resolved: &str,
-    report: &SiftReport,
-    score: &str,
-) -> gradprism::Result<()> {
+fn log(directory: &RunDirectory, resolved: &str, report: &SiftReport) -> gradprism::Result<()> {
     let mut log = FilterLog::create(directory, resolved)?;
     for step in &report.steps {
-        let picture = score_by_rank(step, score);
+        let picture = score_by_rank(step, report.score);
         log.step(step, &picture)?;
         let name = match report.steps.len() {
             1 => "score_by_rank.png".to_owned(),

@@ -2,14 +2,13 @@
 
 use std::fmt::Write;
 
-use comfy_table::{CellAlignment, ContentArrangement, Table, TableComponent, presets};
+use comfy_table::{CellAlignment, Table};
 use gradprism::config::FilterConfig;
 use gradprism::filter::{LossScale, Reason, Score, Strategy};
 use gradprism::log::number;
 use gradprism::sift::{SiftGroup, SiftReport, SiftStep};
 
-/// Groups that a table shows at most.
-const MOST_GROUPS: usize = 40;
+use super::table::{MOST_GROUPS, bare};
 
 /// Every step: its groups by rank, then what they add up to.
 pub fn sift(report: &SiftReport, filter: &FilterConfig) -> String {
@@ -30,19 +29,13 @@ pub fn sift(report: &SiftReport, filter: &FilterConfig) -> String {
 }
 
 fn groups(step: &SiftStep, filter: &FilterConfig) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    for between_rows in [TableComponent::HorizontalLines, TableComponent::MiddleIntersections] {
-        table.remove_style(between_rows);
-    }
-    table.set_content_arrangement(ContentArrangement::Disabled);
     // The reward variance stands beside any other score.
     let is_other = filter.score != Score::RewardVariance;
     let mut header = vec!["rank", "group", "G", "reward"];
     header.extend(is_other.then_some("RV"));
     header.extend([filter.score.name(), "mass so far", "kept", "why"]);
     let last = header.len() - 1;
-    table.set_header(header);
+    let mut table = bare(header);
     for (index, column) in table.column_iter_mut().enumerate() {
         if index != 1 && index != last {
             column.set_cell_alignment(CellAlignment::Right);

@@ -78,9 +78,11 @@ impl Meter {
         self.bar.suspend(|| tracing::warn!("{message}"));
     }
 
-    /// Seconds since the start, and how much is done.
-    pub fn elapsed(&self) -> (f64, usize) {
-        (self.started.elapsed().as_secs_f64(), self.done)
+    /// For a summary: seconds since the start, and how much was done in each.
+    pub fn wall_time(&self) -> serde_json::Value {
+        let seconds = self.started.elapsed().as_secs_f64();
+        let rate = format!("{}_per_second", self.unit);
+        serde_json::json!({ "seconds": seconds, (rate): self.done as f64 / seconds })
     }
 
     pub fn finish(&self) {

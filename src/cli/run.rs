@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use gradprism::config::Config;
 use gradprism::log::RunDirectory;
 use serde::Serialize;
 
@@ -29,10 +30,20 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
+    /// Claims the run directory, and puts the resolved configuration, returned as text, into it.
+    pub fn open(&self, config: &Config) -> anyhow::Result<(RunDirectory, String)> {
+        let resolved = config.to_yaml()?;
+        let directory = self.claim_directory()?;
+        super::remove_on_exit(directory.path());
+        directory.check_apart(config.files_read())?;
+        directory.write_text("config.resolved.yaml", &resolved)?;
+        Ok((directory, resolved))
+    }
+
     /// `--out`, or a name from the configuration's and the time, with a number if it is taken.
-    pub fn claim_directory(&self) -> anyhow::Result<RunDirectory> {
+    fn claim_directory(&self) -> gradprism::Result<RunDirectory> {
         if let Some(out) = &self.out {
-            return Ok(RunDirectory::create(out, self.force)?);
+            return RunDirectory::create(out, self.force);
         }
         let name = self.config.config.file_stem().unwrap_or_default().to_string_lossy();
         let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
@@ -46,7 +57,7 @@ impl RunArgs {
                     path = PathBuf::from(format!("{base}-{attempt}"));
                     attempt += 1;
                 }
-                outcome => return Ok(outcome?),
+                outcome => return outcome,
             }
         }
     }
@@ -67,6 +78,24 @@ impl RunArgs {
             writeln!(out, "\nwritten to {}", written.display())?;
         }
         Ok(())
+    }
+}
+
+/// A report with what every summary begins and ends with.
+#[derive(Serialize)]
+pub struct Summary<'a, R> {
+    format: u32,
+    gradprism: &'static str,
+    #[serde(flatten)]
+    report: &'a R,
+    /// The only part that differs between equal runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    wall_time: Option<serde_json::Value>,
+}
+
+impl<'a, R> Summary<'a, R> {
+    pub fn new(report: &'a R, wall_time: Option<serde_json::Value>) -> Self {
+        Self { format: 1, gradprism: env!("CARGO_PKG_VERSION"), report, wall_time }
     }
 }
 

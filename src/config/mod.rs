@@ -104,6 +104,23 @@ impl Config {
         }
     }
 
+    /// The files that it names to be read. A pattern with `{step}` is none, and `diagnostics.state` is
+    /// written too.
+    pub fn files_read(&self) -> Vec<&Path> {
+        let checkpoints = match &self.policy.checkpoint {
+            Some(Checkpoints::One(path)) => std::slice::from_ref(path),
+            Some(Checkpoints::List(paths)) => paths,
+            None => &[],
+        };
+        let others = [
+            &self.policy.reference,
+            &self.rollouts.path,
+            &self.rollouts.tokenizer,
+            &self.diagnostics.baseline,
+        ];
+        checkpoints.iter().chain(others.into_iter().flatten()).map(PathBuf::as_path).collect()
+    }
+
     /// The configuration as YAML.
     ///
     /// # Errors

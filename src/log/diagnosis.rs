@@ -21,9 +21,7 @@ impl DiagnosisLog {
     /// # Errors
     /// If it cannot be written.
     pub fn create(directory: &RunDirectory, config: &str, low: f64) -> Result<Self> {
-        let mut events = EventWriter::create(directory.path())?;
-        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
-        Ok(Self { events, low })
+        Ok(Self { events: EventWriter::of_run(directory, config)?, low })
     }
 
     /// Writes one step, the last of the history.

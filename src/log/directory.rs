@@ -93,9 +93,21 @@ impl RunDirectory {
         &self.staging
     }
 
-    /// Whether a file lies in the directory, so that putting a new run there could remove it.
-    pub fn holds(&self, file: &Path) -> bool {
-        file.canonicalize().is_ok_and(|file| file.starts_with(&self.target))
+    /// Checks that files that the run reads do not lie in the directory, where it would replace them.
+    ///
+    /// # Errors
+    /// If one does.
+    pub fn check_apart<'a>(&self, files: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+        let lies_here =
+            |file: &&Path| file.canonicalize().is_ok_and(|file| file.starts_with(&self.target));
+        let Some(file) = files.into_iter().find(lies_here) else { return Ok(()) };
+        Err(Error::Output {
+            path: self.target.clone(),
+            problem: format!(
+                "holds {}, which this run reads and would replace; choose another with --out",
+                file.display()
+            ),
+        })
     }
 
     /// Writes a text file.

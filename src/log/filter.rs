@@ -5,7 +5,7 @@ use super::events::EventWriter;
 use super::picture::{Mark, Picture, Scatter};
 use super::report::number;
 use crate::error::Result;
-use crate::filter::{KeptRecord, Reason};
+use crate::filter::{KeptRecord, Reason, Score};
 use crate::sift::SiftStep;
 
 /// Writes the steps of a filtered file.
@@ -19,9 +19,7 @@ impl FilterLog {
     /// # Errors
     /// If it cannot be written.
     pub fn create(directory: &RunDirectory, config: &str) -> Result<Self> {
-        let mut events = EventWriter::create(directory.path())?;
-        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
-        Ok(Self { events })
+        Ok(Self { events: EventWriter::of_run(directory, config)? })
     }
 
     /// Writes one step with its picture.
@@ -60,7 +58,8 @@ pub(super) fn scalars(kept: &KeptRecord) -> [(&'static str, Option<f64>); 13] {
 
 /// The scores of a step by rank: what is kept is filled, and what no rank could be given, for its score
 /// is 0 or NaN, stands in the strong color behind the last rank.
-pub fn score_by_rank(step: &SiftStep, score: &str) -> Picture {
+pub fn score_by_rank(step: &SiftStep, score: Score) -> Picture {
+    let score = score.name();
     let ranked = step.groups.iter().filter(|group| group.verdict.rank.is_some()).count();
     let mut unranked = ranked;
     let marks: Vec<Mark> = step

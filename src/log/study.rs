@@ -17,9 +17,7 @@ impl StudyLog {
     /// # Errors
     /// If it cannot be written.
     pub fn create(directory: &RunDirectory, config: &str) -> Result<Self> {
-        let mut events = EventWriter::create(directory.path())?;
-        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
-        Ok(Self { events })
+        Ok(Self { events: EventWriter::of_run(directory, config)? })
     }
 
     /// Writes one step.
