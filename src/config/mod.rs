@@ -1,9 +1,15 @@
 //! The configuration file: its sections, their defaults, and its checks. The only folder that knows
 //! YAML; it is read and written here.
 
+mod diagnostics;
+mod filter;
+mod machine;
 mod resolve;
 mod sections;
 
+pub use diagnostics::DiagnosticsConfig;
+pub use filter::FilterConfig;
+pub use machine::{DeviceName, Threads};
 pub use sections::*;
 
 use std::path::{Path, PathBuf};

@@ -5,9 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 use tch::Device;
 
-use super::sections::*;
-use crate::error::{Error, Result};
-use crate::filter::{AdaptiveState, Compat, Filter, StepFilter, Strategy};
+use super::*;
 use crate::gradient::Buckets;
 use crate::objective::{Aggregation, Algorithm, KlPenalty, Surrogate};
 use crate::policy::{Inputs, Output, PolicyOptions};
@@ -20,7 +18,7 @@ impl Config {
     /// At the first field that is missing or out of range.
     pub fn resolve(mut self) -> Result<Self> {
         let algorithm = self.algorithm()?;
-        check_filter(&self.filter)?;
+        self.filter.check()?;
         let temperature = self.policy.temperature;
         if !(temperature > 0.0 && temperature.is_finite()) {
             return Err(Error::config(
@@ -162,29 +160,6 @@ impl Config {
         })
     }
 
-    /// The filter.
-    pub fn filter(&self) -> Filter {
-        let FilterConfig {
-            strategy,
-            direction,
-            mass,
-            value,
-            epsilon,
-            include_zero,
-            on_empty,
-            compat,
-            ..
-        } = self.filter;
-        Filter { strategy, direction, mass, value, epsilon, include_zero, on_empty, compat }
-    }
-
-    /// The filter with what goes with it from batch to batch.
-    pub fn step_filter(&self) -> StepFilter {
-        let FilterConfig { score, adaptive, loss_scale, mini_batch_size, .. } = self.filter;
-        let (filter, state) = (self.filter(), AdaptiveState::default());
-        StepFilter { filter, score, adaptive, loss_scale, mini_batch_size, state }
-    }
-
     /// The buckets of reward variance; none if there is at most one.
     pub fn buckets(&self) -> Option<Buckets> {
         match &self.decomposition.buckets {
@@ -290,28 +265,6 @@ impl Config {
     }
 }
 
-impl DiagnosticsConfig {
-    fn check(&self) -> Result<()> {
-        range("diagnostics.min_valid", self.min_valid, 0.0, 1.0)?;
-        range("diagnostics.low", self.low, 0.0, 1.0)?;
-        for (key, count, least) in [
-            ("diagnostics.samples", self.samples.unwrap_or(2), 2),
-            ("diagnostics.token_budget", self.token_budget, 1),
-            ("diagnostics.max_sequences", self.max_sequences, 1),
-            // One step has no spread to measure a fall by.
-            ("diagnostics.baseline_steps", self.baseline_steps, 2),
-        ] {
-            if count < least {
-                return Err(Error::config(
-                    key,
-                    format!("expected a whole number of at least {least}, found {count}"),
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
 impl AlgorithmConfig {
     fn filled(&self, algorithm: &Algorithm) -> Self {
         Self {
@@ -340,7 +293,7 @@ impl AlgorithmConfig {
     }
 }
 
-fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
+pub(super) fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
     if (low..=high).contains(&value) {
         return Ok(());
     }
@@ -354,63 +307,6 @@ fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
         format!("a number from {low} to {high}")
     };
     Err(Error::config(key, format!("expected {expected}, found {value}")))
-}
-
-fn check_filter(filter: &FilterConfig) -> Result<()> {
-    let value = filter.value;
-    match filter.strategy {
-        Strategy::TopP | Strategy::TopK | Strategy::MinP => range("filter.value", value, 0.0, 1.0)?,
-        Strategy::TopKAbs => {
-            range("filter.value", value, 1.0, 1e9)?;
-            if value.fract() != 0.0 {
-                return Err(Error::config(
-                    "filter.value",
-                    format!("expected a whole number of groups for top_k_abs, found {value}"),
-                ));
-            }
-        }
-        Strategy::Threshold => range("filter.value", value, f64::MIN, f64::MAX)?,
-        Strategy::None => {}
-    }
-    range("filter.epsilon", filter.epsilon, 0.0, f64::MAX)?;
-    if filter.mini_batch_size == Some(0) {
-        return Err(Error::config(
-            "filter.mini_batch_size",
-            "expected a number of groups of at least 1, or null, found 0",
-        ));
-    }
-    if filter.compat == Some(Compat::Ragen) && filter.strategy == Strategy::Threshold {
-        return Err(Error::config(
-            "filter.compat",
-            "RAGEN has no strategy threshold whose choices could be reproduced; expected null",
-        ));
-    }
-    let Some(adaptive) = &filter.adaptive else { return Ok(()) };
-    if filter.strategy != Strategy::TopP {
-        return Err(Error::config(
-            "filter.adaptive",
-            format!("adapts the keep rate of top_p; the strategy is {}", word(&filter.strategy)),
-        ));
-    }
-    if filter.compat.is_some() {
-        return Err(Error::config(
-            "filter.adaptive",
-            "RAGEN's keep rate is fixed; leave either filter.adaptive or filter.compat out",
-        ));
-    }
-    range("filter.adaptive.low", adaptive.low, 0.0, 1e6)?;
-    range("filter.adaptive.high", adaptive.high, f64::MIN_POSITIVE, 1e6)?;
-    range("filter.adaptive.momentum", adaptive.momentum, 0.0, 1.0)?;
-    if adaptive.high <= adaptive.low || adaptive.momentum == 1.0 {
-        return Err(Error::config(
-            "filter.adaptive",
-            format!(
-                "expected low < high and momentum < 1, found low {}, high {} and momentum {}",
-                adaptive.low, adaptive.high, adaptive.momentum
-            ),
-        ));
-    }
-    Ok(())
 }
 
 fn check_debias(algorithm: &Algorithm) -> Result<()> {
@@ -438,6 +334,6 @@ fn check_debias(algorithm: &Algorithm) -> Result<()> {
 }
 
 /// A choice as it is written in a file.
-fn word(choice: &impl Serialize) -> String {
+pub(super) fn word(choice: &impl Serialize) -> String {
     serde_yaml::to_string(choice).map_or_else(|_| "?".into(), |word| word.trim().to_owned())
 }

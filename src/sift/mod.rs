@@ -126,7 +126,7 @@ impl Sift {
                 report.study = Some(study);
             }
         }
-        let mut filter = self.config.step_filter().marking();
+        let mut filter = self.config.filter.step_filter().marking();
         for SiftBatch { step, mut groups } in self.batches {
             let scores: Vec<Scores> = groups.iter().map(|group| group.scores).collect();
             let (verdicts, kept) = filter.judge(&scores)?;

@@ -188,7 +188,7 @@ impl Study {
             observer.warning(warning);
         }
         let mut policies = Policies::new(self.first.take());
-        let mut filter = self.config.step_filter().marking();
+        let mut filter = self.config.filter.step_filter().marking();
         let mut report = StudyReport {
             read: self.rollouts.report.clone(),
             warnings: self.warnings.clone(),
