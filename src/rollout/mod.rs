@@ -63,7 +63,7 @@ pub struct Trajectory {
     pub content: Content,
     /// True where the policy sampled, false on observations of the environment.
     pub mask: Vec<bool>,
-    /// The reward of the whole trajectory.
+    /// The reward of the whole trajectory; NaN if it is missing and [`OnProblem::Keep`] lets it be.
     pub reward: f64,
     /// Rewards by position, if the file gives them; they sum to `reward`.
     pub token_rewards: Option<Vec<f64>>,
@@ -94,7 +94,8 @@ impl Trajectory {
     }
 }
 
-/// A prompt and its trajectories, at least two, each with a sampled token, in file order.
+/// A prompt and its trajectories, each with a sampled token, in file order; at least two, unless
+/// [`OnProblem::Keep`] lets one stand.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Group {
     /// The `group_id` of the file.
