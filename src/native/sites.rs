@@ -272,3 +272,128 @@ fn convolution(numbers: &[i64]) -> Convolution {
         groups: numbers.last().copied().unwrap_or(1),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Kind, Tensor};
+
+    use super::*;
+
+    fn numbers(tensor: &Tensor) -> Vec<f64> {
+        Vec::try_from(tensor.reshape([-1]).to_kind(Kind::Double)).unwrap()
+    }
+
+    /// `y = x W + b` with x = [[1, 2], [3, 4]], W = [[1, 0, 2], [0, 1, 3]], b = [1, 1, 1].
+    fn layer() -> (Tensor, Tensor, Tensor) {
+        let x = Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0]).reshape([2, 2]);
+        let weight = Tensor::from_slice(&[1.0, 0.0, 2.0, 0.0, 1.0, 3.0]).reshape([2, 3]);
+        let bias = Tensor::ones([3], (Kind::Double, tch::Device::Cpu));
+        (x, weight.set_requires_grad(true), bias.set_requires_grad(true))
+    }
+
+    #[test]
+    fn a_linear_layer_and_its_bias() {
+        let (x, weight, bias) = layer();
+        let y = x.mm(&weight) + &bias;
+        let mut sites = Sites::find(&y, &[&weight, &bias]).unwrap();
+        assert!(sites.uncovered.is_empty());
+        let delta = Tensor::from_slice(&[1.0, 0.0, 0.0, 0.0, 2.0, -1.0]).reshape([2, 3]);
+        let whole = sites.backward(&y, &delta, false, &[&weight]).unwrap();
+        // xᵀδ
+        assert_eq!(numbers(whole[0].as_ref().unwrap()), [1.0, 6.0, -3.0, 2.0, 8.0, -4.0]);
+        let at = |parameter| sites.list.iter().position(|site| site.parameter == parameter);
+        let (weight_at, bias_at) = (at(0).unwrap(), at(1).unwrap());
+        assert_eq!(sites.list[weight_at].site_use, Use::Linear);
+        assert_eq!(sites.list[weight_at].sizes, [2, 3]);
+        assert_eq!(sites.list[bias_at].site_use, Use::Bias);
+        for at in [weight_at, bias_at] {
+            let (input, found) = sites.take(at, true);
+            assert_eq!(input.map(|input| numbers(&input)), (at == weight_at).then(|| numbers(&x)));
+            assert_eq!(numbers(&found.unwrap()), numbers(&delta));
+        }
+        // The input was let go of.
+        assert!(sites.take(weight_at, true).0.is_none());
+        let count = sites.list.len();
+        assert!(sites.take(count, true).1.is_none());
+    }
+
+    #[test]
+    fn views_are_followed_and_pulled_back() {
+        let (x, weight, _) = layer();
+        // Columns 1 and 2, then the transpose of a transpose, then a slice that leaves one out.
+        let transposed = weight.tr();
+        let y = x.mm(&transposed.tr()) + 1.0;
+        let sites = Sites::find(&y, &[&weight]).unwrap();
+        assert_eq!(sites.list[0].layout, Layout::Same);
+
+        let y = x.mm(&weight.narrow(1, 1, 2));
+        let sites = Sites::find(&y, &[&weight]).unwrap();
+        assert_eq!(
+            (sites.list[0].layout, sites.list[0].sizes.as_slice()),
+            (Layout::Other, &[2, 2][..])
+        );
+        let gradient = Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0]).reshape([2, 2]);
+        let back = sites.pull_back(0, &gradient).unwrap();
+        assert_eq!(numbers(&back), [0.0, 1.0, 2.0, 0.0, 3.0, 4.0]);
+        assert!(sites.pull_back(1, &gradient).is_err());
+
+        let square =
+            Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0]).reshape([2, 2]).set_requires_grad(true);
+        let y = x.mm(&square.tr());
+        assert_eq!(Sites::find(&y, &[&square]).unwrap().list[0].layout, Layout::Transposed);
+    }
+
+    #[test]
+    fn an_unknown_use_is_told() {
+        let (x, weight, bias) = layer();
+        let y = x.mm(&weight.exp()) + &bias;
+        let sites = Sites::find(&y, &[&weight, &bias]).unwrap();
+        assert_eq!(sites.uncovered, [0]);
+        assert_eq!(sites.list.len(), 1);
+    }
+
+    /// What libtorch throws comes back as a message, and what was made is usable or dropped after it.
+    #[test]
+    fn errors_of_libtorch_pass_as_messages() {
+        let (x, weight, _) = layer();
+        let y = x.mm(&weight);
+        let mut sites = Sites::find(&y, &[&weight]).unwrap();
+        let wrong = Tensor::ones([5], (Kind::Double, tch::Device::Cpu));
+        assert!(sites.backward(&y, &wrong, true, &[]).unwrap_err().contains("shape"));
+        let delta = y.ones_like();
+        sites.backward(&y, &delta, false, &[&weight]).unwrap();
+        // The graph is used up.
+        assert!(sites.backward(&y, &delta, false, &[&weight]).unwrap_err().contains("second time"));
+
+        // An input that was edited after it was used.
+        let hidden = &x * 1.0;
+        let y = hidden.mm(&weight);
+        let mut edited = hidden.shallow_clone();
+        let _ = edited.fill_(0.0);
+        assert!(Sites::find(&y, &[&weight]).err().unwrap().contains("inplace"));
+    }
+
+    /// A panic drops the graph and what was captured, and the next walk knows nothing of it.
+    #[test]
+    fn a_panic_leaves_nothing_behind() {
+        let (x, weight, bias) = layer();
+        for _ in 0..3 {
+            let y = x.mm(&weight) + &bias;
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let mut sites = Sites::find(&y, &[&weight, &bias]).unwrap();
+                sites.backward(&y, &y.ones_like(), true, &[]).unwrap();
+                let _held = sites.take(0, false);
+                panic!("in the middle of a batch");
+            }));
+            assert!(panicked.is_err());
+            let mut sites = Sites::find(&y, &[&weight, &bias]).unwrap();
+            assert!(sites.take(0, false).1.is_none());
+            sites.backward(&y, &y.ones_like(), false, &[]).unwrap();
+            assert!(sites.take(0, false).1.is_some());
+        }
+        // No graph at all.
+        let mut none = Sites::find(&x, &[&weight]).unwrap();
+        assert!(none.list.is_empty());
+        assert!(none.backward(&x, &x, false, &[&weight]).unwrap()[0].is_none());
+    }
+}
