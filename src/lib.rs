@@ -2,13 +2,15 @@
 //! and the gradients of the KL and entropy regularizers.
 //!
 //! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
-//! [`log`]. The whole way is a [`study`]; [`objective`], [`gradient`] and [`filter`] work on tensors
-//! alone and can be used in a training loop of one's own.
+//! [`log`]. The whole way is a [`study`]; [`sift`] filters a file of rollouts; whether the policy still
+//! reads its input is a matter of [`diagnostics`]. [`objective`], [`gradient`] and [`filter`] work on
+//! tensors alone and can be used in a training loop of one's own.
 //!
 //! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
 //! [`gradient::split`].
 
 pub mod config;
+pub mod diagnostics;
 pub mod doctor;
 pub mod error;
 pub mod filter;
@@ -18,6 +20,7 @@ mod native;
 pub mod objective;
 pub mod policy;
 pub mod rollout;
+pub mod sift;
 pub mod study;
 
 pub use error::{Error, Result};

@@ -440,3 +440,19 @@ fn a_study_that_fails_midway_leaves_the_earlier_run_alone() {
         .collect();
     assert_eq!(names.len(), 3, "{names:?}");
 }
+
+/// With --force a run replaces what its directory holds: nothing that it reads may lie there.
+#[test]
+fn inputs_in_the_run_directory() {
+    for command in ["study", "diagnose", "filter"] {
+        let folder = study(&fixture("gpt2.pt"));
+        assert_eq!(folder.run(&[]).status.code(), Some(0));
+        let rollouts = folder.path("out/rollouts.jsonl");
+        std::fs::copy(folder.path("rollouts.jsonl"), &rollouts).unwrap();
+        let own = format!("rollouts.path={}", rollouts.display());
+        let output = folder.run_command(command, &["--force", "--set", &own]);
+        assert_eq!(output.status.code(), Some(FAILED), "{command}");
+        assert!(stderr(&output).contains("which this run reads"), "{}", stderr(&output));
+        assert!(rollouts.exists() && folder.path("out/prompts.jsonl").exists(), "{command}");
+    }
+}

@@ -1,10 +1,13 @@
-//! The numbers of verl, TRL and OpenRLHF: values and gradients to 1e-7 relative in float64.
+//! The numbers of verl, TRL, OpenRLHF and RAGEN: values and gradients to 1e-7 relative in float64. The
+//! choices of RAGEN's filter.
 //! `GRADPRISM_GOLDEN_DIR` names another directory of such files.
 
 mod common;
 
 use std::path::PathBuf;
 
+use gradprism::diagnostics::{CrossScores, Marginal};
+use gradprism::filter::{Compat, Filter, OnEmpty};
 use gradprism::objective::{
     Aggregation, GRPO_EPSILON, GroupIndex, KlEstimator, KlGradient, KlPenalty, Surrogate,
     SurrogateForm, TokenWeights, Tokens, discounted_returns, entropy, gae, log_probs, value_loss,
@@ -186,6 +189,66 @@ fn golden_advantages() {
         assert_tensor(&(found * &mask), &(matrix(case, "advantages") * &mask), 1e-3, &what);
         if let (Some(returns), false) = (returns, case["returns"].is_null()) {
             assert_tensor(&(returns * &mask), &(matrix(case, "returns") * &mask), 1e-3, &what);
+        }
+    }
+}
+
+#[test]
+fn golden_mutual_information() {
+    let mut compared = 0;
+    for (index, case) in cases("mutual_information.json").iter().enumerate() {
+        let scores = CrossScores::new(
+            &matrix(case, "log_likelihood"),
+            &get::<Vec<usize>>(case, "lengths"),
+            &get::<Vec<usize>>(case, "column"),
+            &get::<Vec<usize>>(case, "prompt_signature"),
+        )
+        .unwrap();
+        for (form, marginal) in [("metrics", Marginal::Code), ("paper_form", Marginal::Paper)] {
+            let found = serde_json::to_value(scores.metrics(marginal)).unwrap();
+            for (name, expected) in case[form].as_object().unwrap() {
+                let what = format!("case {index}, {form}, {name}");
+                let expected = expected.as_f64().unwrap();
+                let found = found[name].as_f64().unwrap_or_else(|| panic!("{what} is missing"));
+                common::assert_close(found, expected, TOLERANCE, expected.abs().max(1e-3), &what);
+                compared += 1;
+            }
+        }
+    }
+    // 25 metrics of RAGEN's and 3 in the paper's form, in ten cases.
+    assert_eq!(compared, 10 * (25 + 3));
+}
+
+#[test]
+fn golden_filter() {
+    for (index, case) in cases("filter.json").iter().enumerate() {
+        let filter = Filter {
+            strategy: get(case, "strategy"),
+            direction: get(case, "direction"),
+            mass: get(case, "mass"),
+            value: get(case, "value"),
+            epsilon: get(case, "epsilon"),
+            include_zero: get(case, "include_zero"),
+            on_empty: OnEmpty::Skip,
+            compat: Some(Compat::Ragen),
+        };
+        let scores: Vec<f64> = get(case, "scores");
+        let selection = filter.select(&Tensor::from_slice(&scores)).unwrap();
+        let mask = selection.to_host().unwrap();
+        let found: Vec<usize> = (0..scores.len()).filter(|group| mask[*group]).collect();
+        let expected: Vec<usize> = get(case, "kept");
+        let what = format!("case {index}, {filter:?} of {scores:?}");
+        assert_eq!(selection.count, expected.len(), "{what}");
+        // Of equal scores it may be others, but their scores are the same.
+        let sorted = |groups: &[usize]| {
+            let mut scores: Vec<f32> = groups.iter().map(|group| scores[*group] as f32).collect();
+            scores.sort_by(f32::total_cmp);
+            scores
+        };
+        if get(case, "has_ties") {
+            assert_eq!(sorted(&found), sorted(&expected), "{what}");
+        } else {
+            assert_eq!(found, expected, "{what}");
         }
     }
 }

@@ -157,7 +157,7 @@ fn every_breach_is_named_by_line_and_field() {
     assert_refused(set("reward", json!("1.0")), "reward", "expected a number or null");
     assert_refused(set("reward", Value::Null), "reward", "rollouts.missing_reward");
     assert_refused(set("group_id", Value::Null), "group_id", "found null");
-    assert_refused(set("reasoning", json!([[2, 2]])), "reasoning[0]", "start < end");
+    assert_refused(set("reasoning", json!([[2, 1]])), "reasoning[0]", "start <= end");
     assert_refused(set("reasoning", json!([[0, 4]])), "reasoning[0]", "end <= 3");
     assert_refused(set("rewrad", json!(1)), "rewrad", "did you mean `reward`");
     assert_refused(set("actions", json!([1])), "actions", "policy.kind: step");

@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
-const KEYS: [&str; 27] = [
+const KEYS: [&str; 28] = [
     "step",
     "group_id",
     "group_size",
@@ -25,6 +25,7 @@ const KEYS: [&str; 27] = [
     "noise_sq_se",
     "snr",
     "snr_se",
+    "sketch_se",
     "policy_gradient_sq",
     "kl_unit_norm",
     "entropy_unit_norm",

@@ -1,13 +1,17 @@
 //! The commands: parse, call the library, print.
 
+mod diagnose;
 mod doctor;
+mod filter;
+mod filter_table;
 mod inspect;
 mod progress;
+mod run;
 mod study;
 mod table;
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +41,10 @@ struct Cli {
 enum Command {
     /// Decompose the gradients of stored rollouts
     Study(study::StudyArgs),
+    /// Mutual information and collapse regime of stored rollouts
+    Diagnose(diagnose::DiagnoseArgs),
+    /// Keep the groups of a rollout file that a filter chooses
+    Filter(filter::FilterArgs),
     /// Print what a TorchScript checkpoint is: signature, parameters, tied weights, problems
     Inspect(inspect::InspectArgs),
     /// Print versions, devices and threads, and what to do about each problem
@@ -67,11 +75,18 @@ impl ConfigArgs {
 /// Runs the command line, and turns its outcome into an exit code.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    let quiet = matches!(&cli.command, Command::Study(args) if args.quiet);
+    let quiet = match &cli.command {
+        Command::Study(args) => args.run.quiet,
+        Command::Diagnose(args) => args.run.quiet,
+        Command::Filter(args) => args.run.quiet,
+        Command::Inspect(_) | Command::Doctor(_) => false,
+    };
     start_logging(quiet);
     announce_panics();
     let outcome = std::panic::catch_unwind(|| match &cli.command {
         Command::Study(args) => study::run(args),
+        Command::Diagnose(args) => diagnose::run(args),
+        Command::Filter(args) => filter::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),
     });
@@ -140,7 +155,7 @@ unsafe extern "C" {
 static LEFT_BEHIND: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
 
 /// Names the folder that is removed if the program must end at once.
-fn remove_on_exit(folder: &std::path::Path) {
+fn remove_on_exit(folder: &Path) {
     let _ = LEFT_BEHIND.set(folder.to_path_buf());
 }
 

@@ -11,70 +11,61 @@ use gradprism::log::StudyLog;
 use gradprism::study::{BatchRecord, Observer};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Shows progress, writes each finished step to TensorBoard, and passes Ctrl-C on.
-pub struct Progress {
+/// How far a command is, and whether Ctrl-C asks it to stop.
+pub struct Meter {
     bar: ProgressBar,
     plain: bool,
+    /// What is counted.
+    unit: &'static str,
     total: usize,
     done: usize,
     started: Instant,
     interrupted: Arc<AtomicBool>,
-    log: StudyLog,
 }
 
-impl Progress {
-    pub fn new(quiet: bool, interrupted: Arc<AtomicBool>, log: StudyLog) -> Self {
+impl Meter {
+    pub fn new(quiet: bool, unit: &'static str, interrupted: Arc<AtomicBool>) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         if quiet || !terminal {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         }
-        if let Ok(style) =
-            ProgressStyle::with_template("{bar:32} {pos}/{len} trajectories  {per_sec}  {eta} left")
-        {
+        let template = format!("{{bar:32}} {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left");
+        if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style);
         }
         Self {
             bar,
             plain: !quiet && !terminal,
+            unit,
             total: 0,
             done: 0,
             started: Instant::now(),
             interrupted,
-            log,
         }
     }
 
-    /// Seconds since the start, and trajectories done.
-    pub fn elapsed(&self) -> (f64, usize) {
-        (self.started.elapsed().as_secs_f64(), self.done)
-    }
-
-    pub fn finish(&self) {
-        self.bar.finish_and_clear();
-    }
-}
-
-impl Observer for Progress {
-    fn start(&mut self, trajectories: usize) {
-        self.total = trajectories;
+    pub fn start(&mut self, total: usize) {
+        self.total = total;
         self.started = Instant::now();
-        self.bar.set_length(trajectories as u64);
+        self.bar.set_length(total as u64);
         self.bar.reset();
     }
 
-    fn trajectory(&mut self) -> ControlFlow<()> {
-        self.done += 1;
-        self.bar.inc(1);
+    pub fn advance(&mut self, count: usize) -> ControlFlow<()> {
+        let before = self.done;
+        self.done += count;
+        self.bar.inc(count as u64);
         // Plain output gets a line each tenth of the way.
         let tenth = |done: usize| done * 10 / self.total.max(1);
-        if self.plain && tenth(self.done) > tenth(self.done - 1) {
+        if self.plain && tenth(self.done) > tenth(before) {
             let rate = self.done as f64 / self.started.elapsed().as_secs_f64();
             let left = (self.total - self.done) as f64 / rate;
             tracing::info!(
-                "{}/{} trajectories, {rate:.1} a second, {left:.0} s left",
+                "{}/{} {}, {rate:.1} a second, {left:.0} s left",
                 self.done,
-                self.total
+                self.total,
+                self.unit
             );
         }
         if self.interrupted.load(Ordering::Relaxed) {
@@ -83,11 +74,43 @@ impl Observer for Progress {
         ControlFlow::Continue(())
     }
 
+    pub fn warning(&self, message: &str) {
+        self.bar.suspend(|| tracing::warn!("{message}"));
+    }
+
+    /// For a summary: seconds since the start, and how much was done in each.
+    pub fn wall_time(&self) -> serde_json::Value {
+        let seconds = self.started.elapsed().as_secs_f64();
+        let rate = format!("{}_per_second", self.unit);
+        serde_json::json!({ "seconds": seconds, (rate): self.done as f64 / seconds })
+    }
+
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// Shows the progress of a study, writes each finished step to TensorBoard if there is a log, and passes
+/// Ctrl-C on.
+pub struct Progress {
+    pub meter: Meter,
+    pub log: Option<StudyLog>,
+}
+
+impl Observer for Progress {
+    fn start(&mut self, trajectories: usize) {
+        self.meter.start(trajectories);
+    }
+
+    fn trajectory(&mut self) -> ControlFlow<()> {
+        self.meter.advance(1)
+    }
+
     fn step(&mut self, record: &BatchRecord) -> Result<()> {
-        self.log.step(record)
+        self.log.as_mut().map_or(Ok(()), |log| log.step(record))
     }
 
     fn warning(&mut self, message: &str) {
-        self.bar.suspend(|| tracing::warn!("{message}"));
+        self.meter.warning(message);
     }
 }

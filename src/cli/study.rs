@@ -1,57 +1,27 @@
 //! `gradprism study`.
 
 use std::io::Write;
-use std::path::PathBuf;
 
 use clap::Args;
-use gradprism::log::{RunDirectory, StudyLog, page};
-use gradprism::study::{Study, StudyReport};
-use serde::Serialize;
+use gradprism::log::{StudyLog, page};
+use gradprism::study::Study;
 
-use super::progress::Progress;
-use super::{ConfigArgs, DONE, INTERRUPTED, table};
+use super::progress::{Meter, Progress};
+use super::run::{RunArgs, Summary, outcome};
+use super::{DONE, table};
 
 /// Options of the study.
 #[derive(Args)]
 pub struct StudyArgs {
     #[command(flatten)]
-    config: ConfigArgs,
-    /// The run directory [default: runs/<config name>-<time>]
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Replace an earlier run in the run directory
-    #[arg(long)]
-    force: bool,
-    /// Print errors only
-    #[arg(long, short)]
-    pub quiet: bool,
-    /// Print the summary as JSON instead of a table
-    #[arg(long)]
-    json: bool,
+    pub run: RunArgs,
     /// Print the loss in formulas, with every number of the preset and the configuration, and stop
     #[arg(long)]
     explain: bool,
 }
 
-/// `summary.json`.
-#[derive(Serialize)]
-struct Summary<'a> {
-    format: u32,
-    gradprism: &'static str,
-    #[serde(flatten)]
-    report: &'a StudyReport,
-    wall_time: WallTime,
-}
-
-/// The only part of a summary that differs between equal runs.
-#[derive(Serialize)]
-struct WallTime {
-    seconds: f64,
-    trajectories_per_second: f64,
-}
-
 pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
-    let config = args.config.load()?.resolve()?;
+    let config = args.run.config.load()?.resolve()?;
     if args.explain {
         writeln!(std::io::stdout(), "{}", config.algorithm()?)?;
         return Ok(DONE);
@@ -59,20 +29,14 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     super::set_threads(config.threads);
     let interrupted = super::interruption()?;
     let study = Study::prepare(config)?;
-    let resolved = study.config().to_yaml()?;
-
-    let directory = claim_directory(args)?;
-    super::remove_on_exit(directory.path());
-    directory.write_text("config.resolved.yaml", &resolved)?;
+    let (directory, resolved) = args.run.open(study.config())?;
     let log = StudyLog::create(&directory, &resolved)?;
-    let mut progress = Progress::new(args.quiet, interrupted, log);
+    let meter = Meter::new(args.run.quiet, "trajectories", interrupted);
+    let mut progress = Progress { meter, log: Some(log) };
     let report = study.run(&mut progress)?;
-    progress.finish();
+    progress.meter.finish();
 
-    let (seconds, done) = progress.elapsed();
-    let wall_time = WallTime { seconds, trajectories_per_second: done as f64 / seconds };
-    let summary =
-        Summary { format: 1, gradprism: env!("CARGO_PKG_VERSION"), report: &report, wall_time };
+    let summary = Summary::new(&report, Some(progress.meter.wall_time()));
     let groups = report.steps.iter().flat_map(|step| &step.groups);
     directory.write_json_lines("prompts.jsonl", groups)?;
     directory.write_json("summary.json", &summary)?;
@@ -80,39 +44,6 @@ pub fn run(args: &StudyArgs) -> anyhow::Result<u8> {
     drop(progress);
     let path = directory.finish()?;
 
-    let mut out = std::io::stdout().lock();
-    if args.json {
-        serde_json::to_writer_pretty(&mut out, &summary).map_err(std::io::Error::from)?;
-        writeln!(out)?;
-    } else if !args.quiet {
-        write!(out, "{}", table::study(&report))?;
-        writeln!(out, "\nwritten to {}", path.display())?;
-    }
-    if report.partial {
-        tracing::warn!("interrupted: what was finished is written, and marked partial");
-        return Ok(INTERRUPTED);
-    }
-    Ok(DONE)
-}
-
-/// `--out`, or a name from the configuration's and the time, with a number if it is taken.
-fn claim_directory(args: &StudyArgs) -> anyhow::Result<RunDirectory> {
-    if let Some(out) = &args.out {
-        return Ok(RunDirectory::create(out, args.force)?);
-    }
-    let name = args.config.config.file_stem().unwrap_or_default().to_string_lossy();
-    let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
-    let base = format!("runs/{name}-{time}");
-    let mut path = PathBuf::from(&base);
-    let mut attempt = 2;
-    loop {
-        match RunDirectory::create(&path, false) {
-            // Another run took the name, perhaps this very moment.
-            Err(_) if path.exists() && attempt < 1000 => {
-                path = PathBuf::from(format!("{base}-{attempt}"));
-                attempt += 1;
-            }
-            outcome => return Ok(outcome?),
-        }
-    }
+    args.run.print(&summary, &path, || table::study(&report))?;
+    Ok(outcome(report.partial))
 }

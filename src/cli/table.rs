@@ -7,7 +7,7 @@ use gradprism::log::{number, with_error};
 use gradprism::study::{BatchRecord, GroupRecord, SIGNIFICANT, StudyReport};
 
 /// Groups that a table shows at most.
-const MOST_GROUPS: usize = 40;
+pub const MOST_GROUPS: usize = 40;
 
 /// Every step: its groups by descending SNR, then the batch.
 pub fn study(report: &StudyReport) -> String {
@@ -30,14 +30,20 @@ pub fn study(report: &StudyReport) -> String {
     text
 }
 
-fn groups(step: &BatchRecord) -> Table {
+/// A table with lines above and below alone, as wide as its cells.
+pub fn bare<T: Into<Cell>>(header: impl IntoIterator<Item = T>) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
     for between_rows in [TableComponent::HorizontalLines, TableComponent::MiddleIntersections] {
         table.remove_style(between_rows);
     }
     table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header([
+    table.set_header(header.into_iter().map(Into::into).collect::<Vec<Cell>>());
+    table
+}
+
+fn groups(step: &BatchRecord) -> Table {
+    let mut table = bare([
         "group",
         "G",
         "reward",

@@ -1,9 +1,15 @@
 //! The configuration file: its sections, their defaults, and its checks. The only folder that knows
 //! YAML; it is read and written here.
 
+mod diagnostics;
+mod filter;
+mod machine;
 mod resolve;
 mod sections;
 
+pub use diagnostics::DiagnosticsConfig;
+pub use filter::FilterConfig;
+pub use machine::{DeviceName, Threads};
 pub use sections::*;
 
 use std::path::{Path, PathBuf};
@@ -90,13 +96,35 @@ impl Config {
             }
             None => {}
         }
-        for path in
-            [&mut self.policy.reference, &mut self.rollouts.path, &mut self.rollouts.tokenizer]
-                .into_iter()
-                .flatten()
+        for path in [
+            &mut self.policy.reference,
+            &mut self.rollouts.path,
+            &mut self.rollouts.tokenizer,
+            &mut self.diagnostics.baseline,
+            &mut self.diagnostics.state,
+        ]
+        .into_iter()
+        .flatten()
         {
             *path = map(path);
         }
+    }
+
+    /// The files that it names to be read. A pattern with `{step}` is none, and `diagnostics.state` is
+    /// written too.
+    pub fn files_read(&self) -> Vec<&Path> {
+        let checkpoints = match &self.policy.checkpoint {
+            Some(Checkpoints::One(path)) => std::slice::from_ref(path),
+            Some(Checkpoints::List(paths)) => paths,
+            None => &[],
+        };
+        let others = [
+            &self.policy.reference,
+            &self.rollouts.path,
+            &self.rollouts.tokenizer,
+            &self.diagnostics.baseline,
+        ];
+        checkpoints.iter().chain(others.into_iter().flatten()).map(PathBuf::as_path).collect()
     }
 
     /// The configuration as YAML.
@@ -109,8 +137,14 @@ impl Config {
 }
 
 /// Keys whose values are paths.
-const PATH_KEYS: [&str; 4] =
-    ["policy.checkpoint", "policy.reference", "rollouts.path", "rollouts.tokenizer"];
+const PATH_KEYS: [&str; 6] = [
+    "policy.checkpoint",
+    "policy.reference",
+    "rollouts.path",
+    "rollouts.tokenizer",
+    "diagnostics.baseline",
+    "diagnostics.state",
+];
 
 fn absolute(value: &mut serde_yaml::Value, folder: &Path) {
     match value {

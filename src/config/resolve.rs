@@ -5,9 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 use tch::Device;
 
-use super::sections::*;
-use crate::error::{Error, Result};
-use crate::filter::{Filter, Strategy};
+use super::*;
 use crate::gradient::Buckets;
 use crate::objective::{Aggregation, Algorithm, KlPenalty, Surrogate};
 use crate::policy::{Inputs, Output, PolicyOptions};
@@ -20,27 +18,7 @@ impl Config {
     /// At the first field that is missing or out of range.
     pub fn resolve(mut self) -> Result<Self> {
         let algorithm = self.algorithm()?;
-        let filter = &self.filter;
-        match filter.strategy {
-            Strategy::TopP | Strategy::TopK => {
-                range("filter.value", filter.value, 0.0, 1.0)?;
-            }
-            Strategy::TopKAbs => {
-                range("filter.value", filter.value, 1.0, 1e9)?;
-                if filter.value.fract() != 0.0 {
-                    return Err(Error::config(
-                        "filter.value",
-                        format!(
-                            "expected a whole number of groups for top_k_abs, found {}",
-                            filter.value
-                        ),
-                    ));
-                }
-            }
-            Strategy::MinP => range("filter.value", filter.value, 0.0, 1.0)?,
-            Strategy::Threshold => range("filter.value", filter.value, f64::MIN, f64::MAX)?,
-            Strategy::None => {}
-        }
+        self.filter.check()?;
         let temperature = self.policy.temperature;
         if !(temperature > 0.0 && temperature.is_finite()) {
             return Err(Error::config(
@@ -65,6 +43,7 @@ impl Config {
                 format!("expected at most 1000 buckets, found {count}"),
             ));
         }
+        self.diagnostics.check()?;
         if self.decomposition.debias {
             check_debias(&algorithm)?;
         }
@@ -181,12 +160,6 @@ impl Config {
         })
     }
 
-    /// The filter.
-    pub fn filter(&self) -> Filter {
-        let FilterConfig { strategy, mass, value, include_zero, on_empty, .. } = self.filter;
-        Filter { strategy, mass, value, include_zero, on_empty }
-    }
-
     /// The buckets of reward variance; none if there is at most one.
     pub fn buckets(&self) -> Option<Buckets> {
         match &self.decomposition.buckets {
@@ -194,6 +167,19 @@ impl Config {
             BucketsConfig::Count(count) => Some(Buckets::Quantiles(*count)),
             BucketsConfig::Edges(edges) => Some(Buckets::Edges(edges.clone())),
         }
+    }
+
+    /// The rollout file.
+    ///
+    /// # Errors
+    /// If none is named.
+    pub fn rollouts_path(&self) -> Result<PathBuf> {
+        self.rollouts.path.clone().ok_or_else(|| {
+            Error::config(
+                "rollouts.path",
+                "expected a rollout file, found none; name it in the file or with --set rollouts.path=PATH",
+            )
+        })
     }
 
     /// How the rollouts are read.
@@ -307,7 +293,7 @@ impl AlgorithmConfig {
     }
 }
 
-fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
+pub(super) fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
     if (low..=high).contains(&value) {
         return Ok(());
     }
@@ -348,6 +334,6 @@ fn check_debias(algorithm: &Algorithm) -> Result<()> {
 }
 
 /// A choice as it is written in a file.
-fn word(choice: &impl Serialize) -> String {
+pub(super) fn word(choice: &impl Serialize) -> String {
     serde_yaml::to_string(choice).map_or_else(|_| "?".into(), |word| word.trim().to_owned())
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::picture::Picture;
 use crate::error::{Error, Result};
 
 /// The file by which a directory is known to be a run's.
@@ -92,6 +93,23 @@ impl RunDirectory {
         &self.staging
     }
 
+    /// Checks that files that the run reads do not lie in the directory, where it would replace them.
+    ///
+    /// # Errors
+    /// If one does.
+    pub fn check_apart<'a>(&self, files: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+        let lies_here =
+            |file: &&Path| file.canonicalize().is_ok_and(|file| file.starts_with(&self.target));
+        let Some(file) = files.into_iter().find(lies_here) else { return Ok(()) };
+        Err(Error::Output {
+            path: self.target.clone(),
+            problem: format!(
+                "holds {}, which this run reads and would replace; choose another with --out",
+                file.display()
+            ),
+        })
+    }
+
     /// Writes a text file.
     ///
     /// # Errors
@@ -99,6 +117,15 @@ impl RunDirectory {
     pub fn write_text(&self, name: &str, text: &str) -> Result<()> {
         let path = self.staging.join(name);
         std::fs::write(&path, text).map_err(Error::io("write", &path))
+    }
+
+    /// Writes a picture as a PNG file.
+    ///
+    /// # Errors
+    /// If it cannot be encoded or written.
+    pub fn write_picture(&self, name: &str, picture: &Picture) -> Result<()> {
+        let path = self.staging.join(name);
+        std::fs::write(&path, picture.to_png()?).map_err(Error::io("write", &path))
     }
 
     /// Writes a JSON file, indented.

@@ -17,6 +17,7 @@ use tensorboard_proto::types::DataType;
 use tensorboard_rs::record_writer::RecordWriter;
 use tensorboard_rs::summary;
 
+use super::directory::RunDirectory;
 use super::picture::Picture;
 use crate::error::{Error, Result};
 
@@ -51,6 +52,16 @@ impl EventWriter {
         let mut version = Event::new();
         version.set_file_version("brain.Event:2".into());
         events.write(version)?;
+        Ok(events)
+    }
+
+    /// The event file of a run, which begins with the resolved configuration as text.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn of_run(directory: &RunDirectory, config: &str) -> Result<Self> {
+        let mut events = Self::create(directory.path())?;
+        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
         Ok(events)
     }
 

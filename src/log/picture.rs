@@ -93,7 +93,7 @@ pub struct Mark {
     pub filled: bool,
 }
 
-/// A scatter plot with linear axes from 0.
+/// A scatter plot with linear axes that hold 0.
 #[derive(Clone, Debug)]
 pub struct Scatter<'a> {
     /// Above the plot.
@@ -108,52 +108,87 @@ pub struct Scatter<'a> {
     pub marks: &'a [Mark],
 }
 
-const WIDTH: i32 = 640;
-const HEIGHT: i32 = 480;
-const LEFT: i32 = 80;
+pub(super) const WIDTH: i32 = 640;
+pub(super) const HEIGHT: i32 = 480;
+pub(super) const LEFT: i32 = 80;
 const RIGHT: i32 = 20;
-const TOP: i32 = 50;
+pub(super) const TOP: i32 = 50;
 const BOTTOM: i32 = 80;
-const INK: Rgb888 = Rgb888::new(40, 40, 40);
+pub(super) const INK: Rgb888 = Rgb888::new(40, 40, 40);
 const GRID: Rgb888 = Rgb888::new(225, 225, 225);
-const STRONG: Rgb888 = Rgb888::new(200, 60, 20);
-const PLAIN: Rgb888 = Rgb888::new(90, 130, 180);
+pub(super) const STRONG: Rgb888 = Rgb888::new(200, 60, 20);
+pub(super) const PLAIN: Rgb888 = Rgb888::new(90, 130, 180);
 
 impl Scatter<'_> {
     /// Draws the plot.
     pub fn draw(&self) -> Picture {
+        let axes = Axes {
+            title: self.title,
+            legend: self.legend,
+            x_label: self.x_label,
+            y_label: self.y_label,
+            x_ticks: ticks(self.marks.iter().map(|mark| mark.x)),
+            y_ticks: ticks(self.marks.iter().map(|mark| mark.y)),
+        };
         let mut picture = Picture::new(WIDTH as u32, HEIGHT as u32);
         // Drawing into memory cannot fail.
-        let Ok(()) = self.draw_on(&mut picture);
+        let Ok(()) = axes.draw_on(&mut picture).and_then(|()| {
+            self.marks.iter().try_for_each(|mark| draw_mark(&mut picture, &axes, mark))
+        });
         picture
     }
+}
 
-    fn draw_on(&self, picture: &mut Picture) -> std::result::Result<(), std::convert::Infallible> {
+/// Linear axes that hold 0 with their ticks, and what stands around them.
+pub(super) struct Axes<'a> {
+    pub title: &'a str,
+    pub legend: &'a str,
+    pub x_label: &'a str,
+    pub y_label: &'a str,
+    pub x_ticks: Vec<f64>,
+    pub y_ticks: Vec<f64>,
+}
+
+/// What drawing into memory returns.
+pub(super) type Drawn = std::result::Result<(), std::convert::Infallible>;
+
+impl Axes<'_> {
+    /// The smallest and the largest number of the horizontal axis.
+    pub fn x_ends(&self) -> (f64, f64) {
+        ends(&self.x_ticks)
+    }
+
+    /// The smallest and the largest number of the vertical axis.
+    pub fn y_ends(&self) -> (f64, f64) {
+        ends(&self.y_ticks)
+    }
+
+    /// The pixel of a point.
+    pub fn place(&self, x: f64, y: f64) -> Point {
+        let ((left, right), (low, high)) = (self.x_ends(), self.y_ends());
+        let (across, up) = ((x - left) / (right - left), (y - low) / (high - low));
+        Point::new(
+            LEFT + (across * f64::from(WIDTH - LEFT - RIGHT)).round() as i32,
+            HEIGHT - BOTTOM - (up * f64::from(HEIGHT - TOP - BOTTOM)).round() as i32,
+        )
+    }
+
+    /// Draws grid, axes and texts.
+    pub fn draw_on(&self, picture: &mut Picture) -> Drawn {
         let small = MonoTextStyle::new(&FONT_7X13, INK);
-        let (x_ticks, y_ticks) = (
-            ticks(self.marks.iter().map(|mark| mark.x)),
-            ticks(self.marks.iter().map(|mark| mark.y)),
-        );
-        let span = |ticks: &[f64]| ticks.last().copied().filter(|last| *last > 0.0).unwrap_or(1.0);
-        let (x_span, y_span) = (span(&x_ticks), span(&y_ticks));
-        let place = |x: f64, y: f64| {
-            Point::new(
-                LEFT + (x / x_span * f64::from(WIDTH - LEFT - RIGHT)).round() as i32,
-                HEIGHT - BOTTOM - (y / y_span * f64::from(HEIGHT - TOP - BOTTOM)).round() as i32,
-            )
-        };
-        for tick in &x_ticks {
-            line(picture, place(*tick, 0.0), place(*tick, y_span), GRID)?;
-            let at = place(*tick, 0.0) + Point::new(0, 16);
+        let ((left, right), (low, high)) = (self.x_ends(), self.y_ends());
+        for tick in &self.x_ticks {
+            line(picture, self.place(*tick, low), self.place(*tick, high), GRID)?;
+            let at = self.place(*tick, low) + Point::new(0, 16);
             Text::with_alignment(&label(*tick), at, small, Alignment::Center).draw(picture)?;
         }
-        for tick in &y_ticks {
-            line(picture, place(0.0, *tick), place(x_span, *tick), GRID)?;
-            let at = place(0.0, *tick) + Point::new(-6, 4);
+        for tick in &self.y_ticks {
+            line(picture, self.place(left, *tick), self.place(right, *tick), GRID)?;
+            let at = self.place(left, *tick) + Point::new(-6, 4);
             Text::with_alignment(&label(*tick), at, small, Alignment::Right).draw(picture)?;
         }
-        line(picture, place(0.0, 0.0), place(x_span, 0.0), INK)?;
-        line(picture, place(0.0, 0.0), place(0.0, y_span), INK)?;
+        line(picture, self.place(left, 0.0), self.place(right, 0.0), INK)?;
+        line(picture, self.place(0.0, low), self.place(0.0, high), INK)?;
 
         let middle = Point::new(WIDTH / 2, 22);
         let bold = MonoTextStyle::new(&FONT_9X15_BOLD, INK);
@@ -163,49 +198,54 @@ impl Scatter<'_> {
         Text::with_alignment(self.x_label, below, small, Alignment::Center).draw(picture)?;
         let legend = Point::new(WIDTH / 2, HEIGHT - 16);
         Text::with_alignment(self.legend, legend, small, Alignment::Center).draw(picture)?;
-
-        for mark in self.marks.iter().filter(|mark| mark.x.is_finite() && mark.y.is_finite()) {
-            let color = if mark.strong { STRONG } else { PLAIN };
-            let style = if mark.filled {
-                PrimitiveStyle::with_fill(color)
-            } else {
-                PrimitiveStyle::with_stroke(color, 2)
-            };
-            Circle::with_center(place(mark.x.max(0.0), mark.y.max(0.0)), 9)
-                .into_styled(style)
-                .draw(picture)?;
-        }
         Ok(())
     }
 }
 
-fn line(
-    picture: &mut Picture,
-    from: Point,
-    to: Point,
-    color: Rgb888,
-) -> std::result::Result<(), std::convert::Infallible> {
+/// A mark in its place; none of what is not finite.
+pub(super) fn draw_mark(picture: &mut Picture, axes: &Axes, mark: &Mark) -> Drawn {
+    if !(mark.x.is_finite() && mark.y.is_finite()) {
+        return Ok(());
+    }
+    let color = if mark.strong { STRONG } else { PLAIN };
+    let style = if mark.filled {
+        PrimitiveStyle::with_fill(color)
+    } else {
+        PrimitiveStyle::with_stroke(color, 2)
+    };
+    Circle::with_center(axes.place(mark.x, mark.y), 9).into_styled(style).draw(picture)
+}
+
+pub(super) fn line(picture: &mut Picture, from: Point, to: Point, color: Rgb888) -> Drawn {
     Line::new(from, to).into_styled(PrimitiveStyle::with_stroke(color, 1)).draw(picture)
 }
 
-/// Round numbers from 0 up to the first at or above the largest value.
-fn ticks(values: impl Iterator<Item = f64>) -> Vec<f64> {
-    let largest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
-    if largest <= 0.0 {
+/// The first and the last of at least two ticks.
+fn ends(ticks: &[f64]) -> (f64, f64) {
+    (ticks[0], ticks[ticks.len() - 1])
+}
+
+/// Round numbers, at least two, from the last at or below the smallest value or 0 up to the first at or
+/// above the largest or 0.
+pub(super) fn ticks(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let (low, high) = values
+        .filter(|value| value.is_finite())
+        .fold((0.0_f64, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+    if low == high {
         return vec![0.0, 1.0];
     }
-    let rough = largest / 5.0;
+    let rough = (high - low) / 5.0;
     let magnitude = 10_f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 2.5, 5.0, 10.0]
         .into_iter()
         .map(|factor| factor * magnitude)
         .find(|step| *step >= rough)
         .unwrap_or(rough);
-    let count = (largest / step - 1e-9).ceil() as usize;
-    (0..=count).map(|index| index as f64 * step).collect()
+    let (first, last) = ((low / step + 1e-9).floor() as i64, (high / step - 1e-9).ceil() as i64);
+    (first..=last).map(|index| index as f64 * step).collect()
 }
 
-fn label(value: f64) -> String {
+pub(super) fn label(value: f64) -> String {
     if value == 0.0 {
         "0".into()
     } else if (1e-3..1e5).contains(&value.abs()) {

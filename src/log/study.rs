@@ -17,9 +17,7 @@ impl StudyLog {
     /// # Errors
     /// If it cannot be written.
     pub fn create(directory: &RunDirectory, config: &str) -> Result<Self> {
-        let mut events = EventWriter::create(directory.path())?;
-        events.text("config", 0, &format!("```yaml\n{config}\n```"))?;
-        Ok(Self { events })
+        Ok(Self { events: EventWriter::of_run(directory, config)? })
     }
 
     /// Writes one step.
@@ -108,12 +106,9 @@ fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
         put(&format!("{prefix}/snr_mean"), Some(bucket.snr_mean));
         put(&format!("{prefix}/reward_variance_max"), Some(bucket.reward_variance_max));
     }
-    put("filter/kept_groups", Some(record.kept.groups as f64));
-    put("filter/kept_share", Some(record.kept.share));
-    put("filter/reward_variance_mean", record.kept.reward_variance_mean);
-    put("filter/reward_mean", record.kept.reward_mean);
-    put("filter/snr_mean", record.kept.snr_mean);
-    put("filter/signal_share", record.kept.signal_share);
+    for (tag, value) in super::filter::scalars(&record.kept) {
+        put(tag, value);
+    }
     put("reward/mean", Some(record.reward_mean));
     put("reward/variance_mean", Some(record.reward_variance_mean));
     put("reward/all_zero_share", Some(record.all_zero_share));

@@ -1,11 +1,14 @@
 //! The TorchScript policy: loading, checking, and its forward pass.
 
 mod check;
+mod continuation;
+mod fit;
 mod inspect;
 mod parameters;
 mod signature;
 
 pub use check::Problem;
+pub use continuation::Continuation;
 pub use inspect::dtype_name;
 pub use inspect::{Inspection, ParameterInfo};
 pub use parameters::Parameter;
@@ -132,7 +135,7 @@ pub struct Policy {
     parameters: Vec<Parameter>,
     kind: Kind,
     choices: i64,
-    warnings: Vec<Problem>,
+    warnings: Vec<String>,
 }
 
 impl Policy {
@@ -167,7 +170,9 @@ impl Policy {
                 Problem::Error(message) | Problem::NotTrainable(message) => {
                     return Err(Error::checkpoint(path, message));
                 }
-                Problem::Warning(_) => warnings.push(problem),
+                Problem::Warning(message) => {
+                    warnings.push(format!("{}: {message}", path.display()));
+                }
             }
         }
         let (Some(signature), Some(choices)) = (inspection.signature, inspection.choices) else {
@@ -190,8 +195,8 @@ impl Policy {
         &self.path
     }
 
-    /// What was found odd, but does not keep it from being used.
-    pub fn warnings(&self) -> &[Problem] {
+    /// What was found odd, but does not keep it from being used; each begins with the file's name.
+    pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 

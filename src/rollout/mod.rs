@@ -1,9 +1,11 @@
 //! Stored rollouts: trajectories, the groups they form, and the batches (steps) of a file.
 
+mod copy;
 mod line;
 mod reader;
 mod text;
 
+pub use copy::copy_lines;
 pub use reader::{OnProblem, ReadOptions, read};
 
 use crate::objective::Counts;
@@ -61,7 +63,7 @@ pub struct Trajectory {
     pub content: Content,
     /// True where the policy sampled, false on observations of the environment.
     pub mask: Vec<bool>,
-    /// The reward of the whole trajectory.
+    /// The reward of the whole trajectory; NaN if it is missing and [`OnProblem::Keep`] lets it be.
     pub reward: f64,
     /// Rewards by position, if the file gives them; they sum to `reward`.
     pub token_rewards: Option<Vec<f64>>,
@@ -92,7 +94,8 @@ impl Trajectory {
     }
 }
 
-/// A prompt and its trajectories, at least two, each with a sampled token, in file order.
+/// A prompt and its trajectories, each with a sampled token, in file order; at least two, unless
+/// [`OnProblem::Keep`] lets one stand.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Group {
     /// The `group_id` of the file.
@@ -159,6 +162,14 @@ impl Rollouts {
     pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
         self.batches.iter().flat_map(Batch::trajectories)
     }
+
+    /// The shape of the first observation; none of a language model's rollouts.
+    pub fn observation_shape(&self) -> Option<Vec<i64>> {
+        match &self.trajectories().next()?.content {
+            Content::Tokens { .. } => None,
+            Content::Steps { shape, .. } => Some(shape.clone()),
+        }
+    }
 }
 
 /// What a reader left out, and what it found odd.
@@ -176,4 +187,24 @@ pub struct ReadReport {
     pub repeated_lines: usize,
     /// Groups whose trajectories do not share their prompt.
     pub groups_of_unequal_prompts: usize,
+}
+
+impl ReadReport {
+    /// What was left out or found odd, a sentence each.
+    pub fn warnings(&self) -> Vec<String> {
+        [
+            (self.without_sampled_token, "trajectories without a sampled token were left out"),
+            (self.dropped_missing_reward, "trajectories without a reward were dropped"),
+            (self.dropped_single, "groups of one trajectory were dropped"),
+            (
+                self.repeated_lines,
+                "lines repeat an earlier one, without a trajectory_id to tell them apart",
+            ),
+            (self.groups_of_unequal_prompts, "groups hold different prompts under one group_id"),
+        ]
+        .into_iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, what)| format!("{count} {what}"))
+        .collect()
+    }
 }

@@ -23,6 +23,9 @@ pub enum OnProblem {
     Error,
     /// Leave the trajectory out, and count it.
     Drop,
+    /// Keep it, for what needs neither a baseline nor rewards. No configuration asks for it.
+    #[serde(skip)]
+    Keep,
 }
 
 /// How to read a rollout file.
@@ -75,7 +78,7 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Rollouts> {
 }
 
 /// Opens a file for reading, through a decompressor where its first bytes name one.
-fn open(path: &Path) -> Result<Box<dyn BufRead>> {
+pub(super) fn open(path: &Path) -> Result<Box<dyn BufRead>> {
     let file = File::open(path).map_err(Error::io("read", path))?;
     let mut input = BufReader::new(file);
     let start = input.fill_buf().map_err(Error::io("read", path))?;
@@ -226,10 +229,11 @@ impl Reader<'_> {
         };
         let reasoning = line.reasoning.clone();
         for (index, (start, end)) in reasoning.iter().flatten().enumerate() {
-            if start >= end || *end > length {
+            // An empty span is a finding: a format without anything in it.
+            if start > end || *end > length {
                 return Err(self.error(
                     format!("reasoning[{index}]"),
-                    format!("expected 0 <= start < end <= {length}, found [{start}, {end}]"),
+                    format!("expected 0 <= start <= end <= {length}, found [{start}, {end}]"),
                 ));
             }
         }
@@ -456,6 +460,7 @@ impl Reader<'_> {
         }
         if reward.is_nan() {
             return match self.options.missing_reward {
+                OnProblem::Keep => Ok(Some((reward, token_rewards))),
                 OnProblem::Drop => Ok(None),
                 OnProblem::Error => Err(self.error(
                     "reward",
@@ -471,8 +476,9 @@ impl Reader<'_> {
         if self.report.trajectories == 0 {
             return Err(problem("expected one JSON object a line, found an empty file".into()));
         }
-        let (groups, single): (Vec<_>, Vec<_>) =
-            self.groups.into_iter().partition(|(_, group)| group.trajectories.len() > 1);
+        let (groups, single): (Vec<_>, Vec<_>) = self.groups.into_iter().partition(|(_, group)| {
+            group.trajectories.len() > 1 || self.options.single == OnProblem::Keep
+        });
         if let (Some((_, group)), OnProblem::Error) = (single.first(), self.options.single) {
             return Err(Error::RolloutLine {
                 path: self.path.to_path_buf(),

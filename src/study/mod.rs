@@ -1,13 +1,15 @@
 //! The main job: stored rollouts, a policy and a loss in; the split of every group's gradient out.
 
+mod plan;
 mod prepare;
 mod record;
 mod step;
 
+pub(crate) use plan::{Policies, check_steps, plan};
 pub use prepare::PreparedBatch;
 pub use record::SIGNIFICANT;
 pub use record::{
-    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, RatioRecord, StudyReport,
+    BatchRecord, BucketRecord, GroupRecord, ParameterRecord, PolicyRecord, RatioRecord, StudyReport,
 };
 
 use step::Step;
@@ -21,11 +23,11 @@ use crate::config::{Config, EngineName, OldLogprobs};
 use crate::error::{Error, Result};
 use crate::gradient::{BatchedEngine, Engine, PlainEngine};
 use crate::objective::{AdvantageEstimator, Algorithm, KlEstimator, KlGradient};
-use crate::policy::{ObservationDtype, Policy, PolicyOptions, Problem};
-use crate::rollout::{self, Batch, Content, Rollouts, Trajectory};
+use crate::policy::{Policy, PolicyOptions};
+use crate::rollout::{self, Batch, Rollouts};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
-const FOREIGN_LOG_RATIO: f64 = 0.1;
+pub(crate) const FOREIGN_LOG_RATIO: f64 = 0.1;
 
 /// Looks on while a study runs.
 pub trait Observer {
@@ -79,60 +81,30 @@ impl Study {
     pub fn prepare(config: Config) -> Result<Self> {
         let config = config.resolve()?;
         let algorithm = config.algorithm()?;
-        let path = config.rollouts.path.clone().ok_or_else(|| {
-            Error::config(
-                "rollouts.path",
-                "expected a rollout file, found none; name it in the file or with --set rollouts.path=PATH",
-            )
-        })?;
+        let path = config.rollouts_path()?;
         let device = config.device.resolve()?;
         let rollouts = rollout::read(&path, &config.read_options())?;
-        let steps: Vec<Option<i64>> = rollouts.batches.iter().map(|batch| batch.step).collect();
-        let checkpoints = config.checkpoints(&steps)?;
-        // Rollouts without steps are one batch, whatever the number of checkpoints.
-        let last = rollouts.batches.len() - 1;
-        let plan: Vec<(usize, PathBuf)> = checkpoints
-            .into_iter()
-            .enumerate()
-            .map(|(index, checkpoint)| (index.min(last), checkpoint))
-            .collect();
-        let mut options = config.policy_options(device)?;
-        if let Some(Content::Steps { shape, .. }) =
-            rollouts.trajectories().next().map(|trajectory| &trajectory.content)
-        {
-            options.observation_shape = Some(shape.clone());
-        }
+        let plan = plan(&config, &rollouts)?;
+        let options = PolicyOptions {
+            observation_shape: rollouts.observation_shape(),
+            ..config.policy_options(device)?
+        };
         let mut study = Self {
             config,
             algorithm,
             device,
             options,
-            rollouts,
             plan,
             reference: None,
             first: None,
-            warnings: Vec::new(),
+            warnings: rollouts.report.warnings(),
+            rollouts,
         };
         study.check_inputs(&path)?;
-        for (_, checkpoint) in &study.plan {
-            if !checkpoint.exists() {
-                return Err(Error::checkpoint(checkpoint, "no such file"));
-            }
-        }
         if let Some(reference) = &study.config.policy.reference {
-            let options = PolicyOptions {
-                // Any weights will do: no gradient is taken.
-                trainable: PolicyOptions::default().trainable,
-                ..study.options.clone()
-            };
-            study.reference = Some(Policy::load_without_gradient(reference, &options)?);
+            study.reference = Some(Policy::load_without_gradient(reference, &study.options)?);
         }
-        let first = study.load(0)?;
-        // Steps that share the first checkpoint can be checked before anything is computed.
-        for (batch, _) in study.plan.iter().skip(1).filter(|(_, path)| path == first.path()) {
-            study.check_choices(&first, &study.rollouts.batches[*batch])?;
-        }
-        study.first = Some(first);
+        study.first = Some(study.load(0)?);
         Ok(study)
     }
 
@@ -174,21 +146,6 @@ impl Study {
                 "expected the sampler's own log-probabilities, since algorithm.importance is set, found none",
             ));
         }
-        let report = self.rollouts.report.clone();
-        for (count, what) in [
-            (report.without_sampled_token, "trajectories without a sampled token were left out"),
-            (report.dropped_missing_reward, "trajectories without a reward were dropped"),
-            (report.dropped_single, "groups of one trajectory were dropped"),
-            (
-                report.repeated_lines,
-                "lines repeat an earlier one, without a trajectory_id to tell them apart",
-            ),
-            (report.groups_of_unequal_prompts, "groups hold different prompts under one group_id"),
-        ] {
-            if count > 0 {
-                self.warnings.push(format!("{count} {what}"));
-            }
-        }
         if self.algorithm.kl.estimator == KlEstimator::K1
             && self.algorithm.kl.gradient == KlGradient::Own
             && self.algorithm.kl_loss_coef() > 0.0
@@ -200,11 +157,10 @@ impl Study {
         Ok(())
     }
 
-    /// Loads the checkpoint of a step, and checks the rollouts against it.
+    /// Loads the checkpoint of a step, and checks the rollouts of its steps against it.
     fn load(&self, index: usize) -> Result<Policy> {
-        let (batch, checkpoint) = &self.plan[index];
-        let policy = Policy::load(checkpoint, &self.options)?;
-        self.check_choices(&policy, &self.rollouts.batches[*batch])?;
+        let policy = Policy::load(&self.plan[index].1, &self.options)?;
+        check_steps(&policy, &self.plan, &self.rollouts, &self.config.rollouts_path()?)?;
         if let Some(reference) = &self.reference
             && reference.choices() != policy.choices()
         {
@@ -220,61 +176,6 @@ impl Study {
         Ok(policy)
     }
 
-    /// Ids, actions and observations that the policy takes.
-    fn check_choices(&self, policy: &Policy, batch: &Batch) -> Result<()> {
-        batch.trajectories().try_for_each(|trajectory| {
-            self.check_trajectory(policy.choices(), trajectory).map_err(|(field, problem)| {
-                Error::RolloutLine {
-                    path: self.config.rollouts.path.clone().unwrap_or_default(),
-                    line: trajectory.line,
-                    field,
-                    problem,
-                }
-            })
-        })
-    }
-
-    /// The field that the policy cannot take, and why.
-    fn check_trajectory(
-        &self,
-        choices: i64,
-        trajectory: &Trajectory,
-    ) -> std::result::Result<(), (String, String)> {
-        let below = |field: &str, ids: &[i64], of: &str| {
-            let Some(index) = ids.iter().position(|id| *id >= choices) else { return Ok(()) };
-            Err((
-                format!("{field}[{index}]"),
-                format!(
-                    "expected a number below {choices}, the size of {of} of the policy, found {}",
-                    ids[index]
-                ),
-            ))
-        };
-        match &trajectory.content {
-            Content::Tokens { prompt_ids, response_ids } => {
-                below("prompt_ids", prompt_ids, "the vocabulary")?;
-                below("response_ids", response_ids, "the vocabulary")
-            }
-            Content::Steps { observations, shape, actions } => {
-                let refuse = |problem: String| Err(("observations".to_owned(), problem));
-                let expected = self.options.observation_shape.as_deref().unwrap_or_default();
-                if shape != expected {
-                    return refuse(format!(
-                        "expected observations of shape {expected:?} as in the first line, found {shape:?}"
-                    ));
-                }
-                if self.options.observation_dtype == ObservationDtype::Int64
-                    && let Some(number) = observations.iter().find(|number| number.fract() != 0.0)
-                {
-                    return refuse(format!(
-                        "expected integers, since policy.observation_dtype is int64, found {number}"
-                    ));
-                }
-                below("actions", actions, "the actions")
-            }
-        }
-    }
-
     /// Splits the gradients, step by step. Ends early, with what is finished, if the observer asks.
     ///
     /// # Errors
@@ -286,7 +187,8 @@ impl Study {
         for warning in &self.warnings {
             observer.warning(warning);
         }
-        let mut policy = self.first.take();
+        let mut policies = Policies::new(self.first.take());
+        let mut filter = self.config.filter.step_filter().marking();
         let mut report = StudyReport {
             read: self.rollouts.report.clone(),
             warnings: self.warnings.clone(),
@@ -294,27 +196,17 @@ impl Study {
         };
         for index in 0..self.plan.len() {
             let checkpoint = &self.plan[index].1;
-            let mut is_new = index == 0;
-            if policy.as_ref().is_none_or(|policy| policy.path() != checkpoint) {
-                drop(policy.take());
-                policy = Some(self.load(index)?);
-                is_new = true;
-            }
-            let Some(policy) = &policy else { continue };
+            let (policy, mut odd) = policies.of(checkpoint, || self.load(index))?;
             if index == 0 {
-                report.describe(policy, self.device);
+                report.policy = PolicyRecord::new(policy, self.device);
+                odd.extend(self.reference.iter().flat_map(Policy::warnings).cloned());
             }
-            let reference = self.reference.iter().filter(|_| index == 0);
-            for policy in reference.chain(is_new.then_some(policy)) {
-                for problem in policy.warnings() {
-                    if let Problem::Warning(message) = problem {
-                        let message = format!("{}: {message}", policy.path().display());
-                        observer.warning(&message);
-                        report.warnings.push(message);
-                    }
-                }
+            for message in odd {
+                observer.warning(&message);
+                report.warnings.push(message);
             }
-            let record = self.step(policy, index, observer)?;
+            let mut record = self.step(policy, index, observer)?;
+            record.mark_kept(&mut filter)?;
             let finished = !record.partial;
             for warning in &record.warnings {
                 observer.warning(warning);
@@ -356,7 +248,6 @@ impl Study {
     ) -> Result<BatchRecord> {
         let step = Step::new(self, policy, index)?;
         let mut record = step.run(self.engine().as_mut(), observer)?;
-        record.mark_kept(&self.config.filter(), self.config.filter.score)?;
         self.judge(&mut record, &self.rollouts.batches[self.plan[index].0]);
         Ok(record)
     }

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::filter::variance;
 use crate::gradient::{GroupInput, Scorer, padded};
 use crate::objective::{
     Algorithm, GroupIndex, Rewards, TokenWeights, on_last_token, rewards_with_kl,
@@ -172,18 +173,6 @@ impl PreparedBatch {
             weights: TokenWeights::new(algorithm.aggregation, algorithm.norm_length, &mask)?,
         })
     }
-}
-
-/// The unbiased variance. Summed in the order of size, so that equal rewards in another order of
-/// rows give the same number to the last bit: scores are ranked, and ties go by the order of groups.
-fn variance(mut rewards: Vec<f64>) -> f64 {
-    rewards.sort_by(f64::total_cmp);
-    if rewards.first() == rewards.last() {
-        return 0.0;
-    }
-    let count = rewards.len() as f64;
-    let mean = rewards.iter().sum::<f64>() / count;
-    rewards.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / (count - 1.0)
 }
 
 fn longest(rows: &[&Trajectory]) -> usize {

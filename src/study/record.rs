@@ -2,11 +2,11 @@
 //! `summary.json` a step.
 
 use serde::Serialize;
-use tch::{Device, Tensor};
+use tch::Device;
 
 use super::prepare::PreparedBatch;
 use crate::error::Result;
-use crate::filter::{Filter, OnEmpty, Score, Scores};
+use crate::filter::{KeptRecord, Scores, StepFilter};
 use crate::gradient::{
     BatchSignal, ComponentNorms, GroupResult, RowStats, Split, mean, median, spearman,
 };
@@ -44,15 +44,16 @@ pub struct PolicyRecord {
     pub device: String,
 }
 
-impl StudyReport {
-    pub(super) fn describe(&mut self, policy: &Policy, device: Device) {
-        self.policy = PolicyRecord {
+impl PolicyRecord {
+    /// Describes a policy that is loaded onto a device.
+    pub fn new(policy: &Policy, device: Device) -> Self {
+        Self {
             parameters: policy.parameters().iter().map(|parameter| parameter.numel()).sum(),
             trainable: policy.trainable().map(|parameter| parameter.numel()).sum(),
             choices: policy.choices(),
             dtype: crate::policy::dtype_name(policy.dtype()),
             device: crate::native::device_name(device),
-        };
+        }
     }
 }
 
@@ -110,33 +111,20 @@ impl GroupRecord {
         rows: &[RowStats],
     ) -> Self {
         let counts = group.counts();
-        let rewards = group.rewards();
-        let reward_sum: f64 = rewards.iter().sum();
-        let reward_mean = reward_sum / counts.rows as f64;
-        let reward_variance = prepared.reward_variances[index];
-        let entropies: Vec<f64> = rows.iter().map(|row| row.entropy / row.tokens).collect();
-        let entropy_mean = mean(&entropies).unwrap_or(0.0);
+        let entropies: Vec<(f64, f64)> = rows.iter().map(|row| (row.entropy, row.tokens)).collect();
         let scores = Scores {
-            reward_variance,
-            reward_mean,
-            reward_sum,
-            entropy: rows.iter().map(|row| row.entropy).sum::<f64>() / counts.tokens as f64,
-            entropy_variance: entropies
-                .iter()
-                .map(|entropy| (entropy - entropy_mean).powi(2))
-                .sum::<f64>()
-                / (counts.rows as f64 - 1.0),
-            length: counts.tokens as f64 / counts.rows as f64,
-            snr: split.snr,
-            signal_sq: split.signal_sq,
+            reward_variance: prepared.reward_variances[index],
+            snr: Some(split.snr),
+            signal_sq: Some(split.signal_sq),
+            ..Scores::of_rewards(&group.rewards(), counts.tokens).with_entropies(&entropies)
         };
         Self {
             step,
             group_id: group.id.clone(),
             group_size: counts.rows,
             tokens: counts.tokens,
-            reward_mean,
-            reward_variance,
+            reward_mean: scores.reward_mean,
+            reward_variance: scores.reward_variance,
             split: split.clone(),
             bound: None,
             bound_slack: None,
@@ -268,23 +256,6 @@ impl BucketRecord {
             snr_mean: mean(&snrs).unwrap_or(0.0),
         }
     }
-}
-
-/// What the filter keeps of a batch.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct KeptRecord {
-    /// Groups kept.
-    pub groups: usize,
-    /// Their share of all groups.
-    pub share: f64,
-    /// The mean reward variance of the kept groups.
-    pub reward_variance_mean: Option<f64>,
-    /// Their mean reward.
-    pub reward_mean: Option<f64>,
-    /// Their mean signal-to-noise ratio.
-    pub snr_mean: Option<f64>,
-    /// The share of the batch's estimated signal² (where positive) that they hold.
-    pub signal_share: Option<f64>,
 }
 
 /// A step: its groups and what they add up to.
@@ -422,43 +393,19 @@ impl BatchRecord {
     }
 
     /// Marks what the filter keeps; all other numbers stay those of the whole batch.
-    pub(super) fn mark_kept(&mut self, filter: &Filter, score: Score) -> Result<()> {
+    pub(super) fn mark_kept(&mut self, filter: &mut StepFilter) -> Result<()> {
         if self.groups.is_empty() {
             return Ok(());
         }
-        let scores: Vec<f64> = self.groups.iter().map(|group| score.of(&group.scores)).collect();
-        let mut filter = filter.clone();
-        if filter.on_empty == OnEmpty::Error {
-            // A study only marks: what it measured is not thrown away.
-            filter.on_empty = OnEmpty::Skip;
-        }
-        let selection = filter.select(&Tensor::from_slice(&scores))?;
-        if selection.count == 0 {
+        let scores: Vec<Scores> = self.groups.iter().map(|group| group.scores).collect();
+        let (verdicts, kept) = filter.judge(&scores)?;
+        if kept.groups == 0 {
             self.warnings.push(format!("step {}: the filter keeps no group", self.step));
         }
-        let mask: Vec<bool> = Vec::try_from(selection.mask)?;
-        for (group, kept) in self.groups.iter_mut().zip(mask) {
-            group.kept = kept;
+        for (group, verdict) in self.groups.iter_mut().zip(verdicts) {
+            group.kept = verdict.kept;
         }
-        let of = |value: fn(&GroupRecord) -> f64| {
-            let kept: Vec<f64> = self.groups.iter().filter(|group| group.kept).map(value).collect();
-            mean(&kept)
-        };
-        let signal = |kept_only: bool| -> f64 {
-            self.groups
-                .iter()
-                .filter(|group| group.kept || !kept_only)
-                .map(|group| group.split.signal_sq.max(0.0))
-                .sum()
-        };
-        self.kept = KeptRecord {
-            groups: selection.count,
-            share: selection.count as f64 / self.groups.len() as f64,
-            reward_variance_mean: of(|group| group.reward_variance),
-            reward_mean: of(|group| group.reward_mean),
-            snr_mean: of(|group| group.split.snr),
-            signal_share: (signal(false) > 0.0).then(|| signal(true) / signal(false)),
-        };
+        self.kept = kept;
         Ok(())
     }
 }

@@ -1,6 +1,8 @@
 //! What several test files share. Each uses a part of it.
 #![allow(dead_code)]
 
+pub mod filters;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -181,8 +183,13 @@ impl StudyFolder {
 
     /// Runs the study into `out` of the folder.
     pub fn run(&self, arguments: &[&str]) -> Output {
+        self.run_command("study", arguments)
+    }
+
+    /// Runs another command with the same configuration.
+    pub fn run_command(&self, command: &str, arguments: &[&str]) -> Output {
         let (config, out) = (self.path("study.yaml"), self.path("out"));
-        let mut command = gradprism(&["study"]);
+        let mut command = gradprism(&[command]);
         command.arg(config).arg("--out").arg(out).args(arguments);
         command.output().unwrap()
     }
