@@ -6,7 +6,9 @@ mod common;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use gradprism::gradient::{Coefficients, ComponentSums, Components, Engine, PlainEngine, Scorer};
+use gradprism::gradient::{
+    BatchedEngine, Coefficients, ComponentSums, Components, Engine, GroupInput, PlainEngine, Scorer,
+};
 use gradprism::objective::{self, Aggregation, Algorithm, Preset, TokenWeights, Tokens};
 use gradprism::policy::{Dtype, Policy, PolicyKind, PolicyOptions};
 use gradprism::rollout::{Batch, Content, OnProblem, ReadOptions, Trajectory, read};
@@ -138,8 +140,15 @@ fn plain_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<
     Tensor::run_backward(&[loss], &parameters, false, false)
 }
 
-/// The same from the split, group by group.
-fn split_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<Tensor> {
+/// The same from the split: by the plain engine group by group, or by the batched one all groups at
+/// once.
+fn split_gradient(
+    policy: &Policy,
+    algorithm: &Algorithm,
+    batch: &Batch,
+    engine: &mut dyn Engine,
+    at_once: usize,
+) -> Vec<Tensor> {
     let prepared = PreparedBatch::new(algorithm, batch).unwrap();
     let scorer = Scorer {
         policy,
@@ -149,32 +158,42 @@ fn split_gradient(policy: &Policy, algorithm: &Algorithm, batch: &Batch) -> Vec<
         recompute_old: false,
         components: Components::Separate,
     };
+    let groups: Vec<usize> = (0..batch.groups.len()).collect();
     let mut sums = ComponentSums::default();
-    for group in 0..batch.groups.len() {
-        let input = prepared.group_input(algorithm, batch, group).unwrap();
-        let result = PlainEngine::default()
-            .groups(&scorer, &[input], &mut || ControlFlow::Continue(()))
-            .unwrap()
-            .unwrap();
-        sums.add(&[prepared.shares[group]], &result.gradients);
+    for pack in groups.chunks(at_once) {
+        let inputs: Vec<GroupInput> = pack
+            .iter()
+            .map(|group| prepared.group_input(algorithm, batch, *group).unwrap())
+            .collect();
+        let result =
+            engine.groups(&scorer, &inputs, &mut || ControlFlow::Continue(())).unwrap().unwrap();
+        let shares: Vec<f64> = pack.iter().map(|group| prepared.shares[*group]).collect();
+        sums.add(&shares, &result.gradients);
     }
     let coefficients = Coefficients { kl: algorithm.kl.coef, entropy: algorithm.entropy_coef };
     sums.loss_gradient(coefficients).unwrap()
 }
 
 fn assert_additive(policy: &Policy, batch: &Batch) {
+    let norm = |vector: &[Tensor]| {
+        let squares: f64 =
+            vector.iter().map(|t| t.square().sum(Kind::Double).double_value(&[])).sum();
+        squares.sqrt()
+    };
     for (name, algorithm) in presets() {
-        let plain = plain_gradient(policy, &algorithm, batch);
-        let split = split_gradient(policy, &algorithm, batch);
-        let norm = |vector: &[Tensor]| {
-            let squares: f64 =
-                vector.iter().map(|t| t.square().sum(Kind::Double).double_value(&[])).sum();
-            squares.sqrt()
-        };
-        let difference: Vec<Tensor> = plain.iter().zip(&split).map(|(a, b)| a - b).collect();
-        let (error, scale) = (norm(&difference), norm(&plain));
-        assert!(scale > 0.0, "{name}: there is a gradient");
-        assert!(error <= TOLERANCE * scale, "{name}: {error:e} of {scale:e}");
+        let whole = plain_gradient(policy, &algorithm, batch);
+        let batched = || BatchedEngine::new(PlainEngine::default(), 4096, true, 0, None);
+        let splits = [
+            split_gradient(policy, &algorithm, batch, &mut PlainEngine::default(), 1),
+            split_gradient(policy, &algorithm, batch, &mut batched(), 1),
+            split_gradient(policy, &algorithm, batch, &mut batched(), 3),
+        ];
+        for (way, split) in splits.iter().enumerate() {
+            let difference: Vec<Tensor> = whole.iter().zip(split).map(|(a, b)| a - b).collect();
+            let (error, scale) = (norm(&difference), norm(&whole));
+            assert!(scale > 0.0, "{name}: there is a gradient");
+            assert!(error <= TOLERANCE * scale, "{name}, way {way}: {error:e} of {scale:e}");
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::engine::{GroupResult, PackGradients, PackResult, Part};
 use super::factors::{ByRow, height_and_width};
-use super::gram::{Gram, products_of_packs};
+use super::gram::{Gram, products_of_packs, sum_kind};
 use super::plain::not_finite;
 use super::row_products::{Uses, products};
 use super::rows::{GroupInput, RowStats};
@@ -300,11 +300,7 @@ fn inverse(order: &[usize], rows: usize) -> Vec<i64> {
 }
 
 fn options(parameter: &Tensor) -> (Kind, tch::Device) {
-    let kind = match parameter.kind() {
-        Kind::Half | Kind::BFloat16 => Kind::Float,
-        kind => kind,
-    };
-    (kind, parameter.device())
+    (sum_kind(parameter.kind()), parameter.device())
 }
 
 fn sum_of_groups(rows: &Tensor, groups: i64) -> Tensor {

@@ -2,9 +2,9 @@
 //! gradient of every trajectory read from the autograd graph of the batch.
 //!
 //! The backward passes stop at the activations. What arrives at each use of a parameter, and what the
-//! use multiplied it with, give the gradient of the parameter row by row ([`factors`]): sums over a
+//! use multiplied it with, give the gradient of the parameter row by row (`factors`): sums over a
 //! group from one product of matrices, the inner products of the rows' task gradients a slice at a
-//! time ([`row_products`]), or random projections of both ([`sketch`](super::sketch)).
+//! time (`row_products`), or random projections of both (`sketch`).
 //!
 //! It checks itself. Once a run the logits of one row and its gradient, parameter by parameter, are
 //! recomputed by the plain way, which tells a model that mixes the rows of a batch; and in every batch
@@ -17,15 +17,14 @@ use rand_chacha::ChaCha8Rng;
 use tch::{Kind, Tensor};
 
 use super::assemble::{Assembled, Batches};
-use super::engine::{Engine, PackResult, Part};
-use super::factors::{self, ByRow};
+use super::engine::{Engine, PackResult};
 use super::gram::GradientVector;
 use super::pack::{Micro, Upstream};
+use super::passes::Passes;
 use super::plain::{PlainEngine, backward};
 use super::rows::{GroupInput, RowStats, Scorer};
 use super::sketch::Projections;
 use crate::error::{Error, Result};
-use crate::native::Sites;
 use crate::policy::{Parameter, Policy};
 
 /// Tokens times parameters up to which groups are taken together: a pass over so many is long enough
@@ -131,7 +130,7 @@ impl BatchedEngine {
         } else {
             vec![(0..whole.rows.len()).collect()]
         };
-        let mut run = Run {
+        let mut passes = Passes {
             scorer,
             inputs,
             parameters: &parameters,
@@ -156,16 +155,16 @@ impl BatchedEngine {
                 stats[*row] = found;
                 shared[*row] = chosen.len() > 1 && longest > Some(1);
             }
-            if let Err(uncovered) =
-                run.micro_batch(&batch.logits, &upstream, chosen, self.sketch.as_mut())?
-            {
+            let uncovered =
+                passes.micro_batch(&batch.logits, &upstream, chosen, self.sketch.as_mut())?;
+            if !uncovered.is_empty() {
                 return Ok(Trial::Uncovered(uncovered));
             }
         }
         let order: Vec<usize> = chunks.concat();
-        let (watched, expected) = (run.watched, run.watched_gradient.take());
-        let on_task = run.watched_task;
-        let assembled = run.batches.assemble(&parameters, &order, self.sketch.as_mut())?;
+        let (watched, expected) = (passes.watched, passes.watched_gradient.take());
+        let on_task = passes.watched_task;
+        let assembled = passes.batches.assemble(&parameters, &order, self.sketch.as_mut())?;
         if let Some(expected) = expected {
             self.compare_watched(policy, watched, &expected, on_task, &assembled)?;
         }
@@ -194,7 +193,7 @@ impl BatchedEngine {
     ) -> Result<()> {
         let Some(parameter) = watched else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();
-        let expected = widened(expected).reshape([1, -1]);
+        let expected = expected.reshape([1, -1]);
         let (found, scale) = assembled.sum_over_groups(parameter, on_task);
         let expected = match &self.sketch {
             Some(projections) => projections.of(parameter, &expected),
@@ -319,162 +318,6 @@ struct Deviation {
 impl Deviation {
     fn size(&self) -> f64 {
         (self.alone - self.batched).abs()
-    }
-}
-
-/// One trial of a pack, micro-batch after micro-batch.
-struct Run<'a> {
-    scorer: &'a Scorer<'a>,
-    inputs: &'a [GroupInput<'a>],
-    parameters: &'a [&'a Tensor],
-    by_rows: &'a [usize],
-    watched: Option<usize>,
-    /// Whether the watched gradient is of the task, or of the last part of the regularizer.
-    watched_task: bool,
-    watched_gradient: Option<Tensor>,
-    batches: Batches,
-}
-
-impl Run<'_> {
-    /// The passes of one micro-batch; parameters that have to be taken row by row as an error.
-    fn micro_batch(
-        &mut self,
-        logits: &Tensor,
-        upstream: &Upstream,
-        chosen: &[usize],
-        mut sketch: Option<&mut Projections>,
-    ) -> Result<std::result::Result<(), Vec<usize>>> {
-        let native = |message: String| Error::torch("walking the autograd graph", &message);
-        let mut sites = Sites::find(logits, self.parameters).map_err(native)?;
-        let new: Vec<usize> =
-            sites.uncovered.iter().copied().filter(|index| !self.by_rows.contains(index)).collect();
-        if !new.is_empty() {
-            return Ok(Err(new));
-        }
-        let parts = self.scorer_parts(upstream);
-        let task = upstream.task()?;
-        let rows = chosen.len() as i64;
-        for (at, part) in parts.iter().enumerate() {
-            let last = task.is_none() && at + 1 == parts.len();
-            let watch = !self.watched_task && at + 1 == parts.len();
-            let whole =
-                self.pass(&mut sites, logits, &upstream.part(*part)?, !last, watch, true)?;
-            let uses = match self.uses(&mut sites, rows, last) {
-                Ok(uses) => uses,
-                Err(parameter) => return Ok(Err(vec![parameter])),
-            };
-            self.batches.add_part(*part, uses, whole, self.parameters, sketch.as_deref_mut());
-        }
-        let Some(task) = task else { return Ok(Ok(())) };
-        self.pass(&mut sites, logits, &task, false, self.watched_task, false)?;
-        let mut uses = match self.uses(&mut sites, rows, true) {
-            Ok(uses) => uses,
-            Err(parameter) => return Ok(Err(vec![parameter])),
-        };
-        drop(sites);
-        self.take_row_by_row(chosen, &mut uses)?;
-        self.batches.add_task(uses, rows, self.parameters, sketch);
-        Ok(Ok(()))
-    }
-
-    fn scorer_parts(&self, upstream: &Upstream) -> Vec<Part> {
-        upstream.parts(self.scorer.components)
-    }
-
-    /// A backward pass as far as the uses; returns the whole gradients of the parameters that are
-    /// taken row by row, if `whole`.
-    fn pass(
-        &mut self,
-        sites: &mut Sites,
-        logits: &Tensor,
-        gradient: &Tensor,
-        keep_graph: bool,
-        watch: bool,
-        whole: bool,
-    ) -> Result<Vec<(usize, Option<Tensor>)>> {
-        let mut wanted: Vec<usize> = if whole { self.by_rows.to_vec() } else { Vec::new() };
-        let watched = self.watched.filter(|_| watch);
-        wanted.extend(watched);
-        let tensors: Vec<&Tensor> = wanted.iter().map(|index| self.parameters[*index]).collect();
-        let mut found: Vec<(usize, Option<Tensor>)> = wanted
-            .iter()
-            .copied()
-            .zip(
-                sites
-                    .backward(logits, gradient, keep_graph, &tensors)
-                    .map_err(|message| Error::torch("a backward pass", &message))?,
-            )
-            .collect();
-        if watched.is_some()
-            && let Some((_, Some(gradient))) = found.pop()
-        {
-            let _no_grad = tch::no_grad_guard();
-            let gradient = widened(&dense(gradient)?);
-            self.watched_gradient = Some(match self.watched_gradient.take() {
-                Some(sum) => sum + gradient,
-                None => gradient,
-            });
-        }
-        found
-            .into_iter()
-            .map(|(index, gradient)| {
-                Ok((index, gradient.map(dense).transpose()?.map(|gradient| widened(&gradient))))
-            })
-            .collect()
-    }
-
-    /// What the last pass left at the uses, by parameter; a parameter that it does not show by rows
-    /// as an error.
-    fn uses(
-        &self,
-        sites: &mut Sites,
-        rows: i64,
-        last: bool,
-    ) -> std::result::Result<Vec<Vec<ByRow>>, usize> {
-        let _no_grad = tch::no_grad_guard();
-        let mut uses: Vec<Vec<ByRow>> = self.parameters.iter().map(|_| Vec::new()).collect();
-        for at in 0..sites.list.len() {
-            let parameter = sites.list[at].parameter;
-            let (input, Some(delta)) = sites.take(at, last) else { continue };
-            if self.by_rows.contains(&parameter) {
-                continue;
-            }
-            let size = self.parameters[parameter].size();
-            let found = factors::by_row(sites, at, input, delta, rows, &size);
-            uses[parameter].push(found.map_err(|factors::NotByRow| parameter)?);
-        }
-        Ok(uses)
-    }
-
-    /// Task gradients of parameters that the graph does not show by rows: each row alone.
-    fn take_row_by_row(&self, chosen: &[usize], uses: &mut [Vec<ByRow>]) -> Result<()> {
-        if self.by_rows.is_empty() {
-            return Ok(());
-        }
-        let some: Vec<&Tensor> = self.by_rows.iter().map(|index| self.parameters[*index]).collect();
-        let gradients = chosen
-            .iter()
-            .map(|row| backward(&self.scorer.losses(&self.inputs[0], *row)?.task, &some, false))
-            .collect::<Result<Vec<GradientVector>>>()?;
-        let _no_grad = tch::no_grad_guard();
-        for (at, parameter) in self.by_rows.iter().enumerate() {
-            let rows: Vec<Tensor> =
-                gradients.iter().map(|gradient| gradient[at].reshape([-1])).collect();
-            uses[*parameter] = vec![ByRow::Formed(Tensor::f_stack(&rows, 0)?)];
-        }
-        Ok(())
-    }
-}
-
-fn dense(gradient: Tensor) -> Result<Tensor> {
-    Ok(if gradient.is_sparse() { gradient.f_to_dense(None, false)? } else { gradient })
-}
-
-/// Half precision would lose the small terms of a long sum.
-fn widened(tensor: &Tensor) -> Tensor {
-    match tensor.kind() {
-        Kind::Half | Kind::BFloat16 => tensor.to_kind(Kind::Float),
-        _ => tensor.shallow_clone(),
     }
 }
 

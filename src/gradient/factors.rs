@@ -3,6 +3,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::gram::sum_kind;
 use crate::native::{Convolution, Layout, Site, Sites, Use};
 
 /// Elements of gradients by rows that one use may take where they have to be formed.
@@ -72,12 +73,8 @@ pub(super) fn by_row(
     laid_out(sites, at, found, rows, size)
 }
 
-/// Half precision would lose the small terms of a long sum.
 fn widened(tensor: Tensor) -> Tensor {
-    match tensor.kind() {
-        Kind::Half | Kind::BFloat16 => tensor.to_kind(Kind::Float),
-        _ => tensor,
-    }
+    tensor.to_kind(sum_kind(tensor.kind()))
 }
 
 /// `[rows, tokens, width]` of a tensor whose leading dimensions run over trajectories and tokens.

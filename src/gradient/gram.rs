@@ -13,6 +13,15 @@ const CHUNK: i64 = 1 << 16;
 /// Elements up to which a model's gradients are joined to one vector.
 const SMALL: i64 = 1 << 20;
 
+/// The dtype in which gradients of a dtype are added: half precision would lose the small terms of a
+/// long sum.
+pub(super) fn sum_kind(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    }
+}
+
 /// The symmetric matrix of the inner products of `n` vectors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gram {
@@ -155,10 +164,7 @@ fn products_of_rows(rows: &[Tensor], device: Device) -> Tensor {
 /// precision is widened first.
 pub(super) fn products_of_packs(vectors: &[Tensor], device: Device) -> Tensor {
     let wide = precise(device);
-    let kind = match vectors[0].kind() {
-        Kind::Half | Kind::BFloat16 => Kind::Float,
-        kind => kind,
-    };
+    let kind = sum_kind(vectors[0].kind());
     let (groups, length) = (vectors[0].size()[0], vectors[0].size()[1]);
     let n = vectors.len() as i64;
     let mut products = Tensor::zeros([groups, n, n], (wide, device));

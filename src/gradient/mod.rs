@@ -7,6 +7,7 @@ mod engine;
 mod factors;
 mod gram;
 mod pack;
+mod passes;
 mod plain;
 mod row_products;
 mod rows;

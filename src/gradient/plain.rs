@@ -3,10 +3,10 @@
 
 use std::ops::ControlFlow;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::engine::{Components, Engine, GroupResult, PackGradients, PackResult, Part};
-use super::gram::{GradientVector, Gram, gram};
+use super::gram::{GradientVector, Gram, gram, sum_kind};
 use super::rows::{GroupInput, RowLosses, Scorer};
 use super::split::GroupProducts;
 use crate::error::{Error, Result};
@@ -208,11 +208,7 @@ pub(super) fn backward(
             }
             let gradient =
                 if gradient.is_sparse() { gradient.f_to_dense(None, false)? } else { gradient };
-            // Half precision would lose the small terms of a long sum.
-            Ok(match gradient.kind() {
-                Kind::Half | Kind::BFloat16 => gradient.to_kind(Kind::Float),
-                _ => gradient,
-            })
+            Ok(gradient.to_kind(sum_kind(gradient.kind())))
         })
         .collect()
 }

@@ -15,6 +15,7 @@ use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
 use super::factors::{ByRow, height_and_width};
+use super::gram::sum_kind;
 
 /// The signs for every parameter, made when they are first asked for.
 #[derive(Debug)]
@@ -63,10 +64,7 @@ impl Projections {
         if self.by_parameter.len() <= index {
             self.by_parameter.resize_with(index + 1, || None);
         }
-        let kind = match parameter.kind() {
-            Kind::Half | Kind::BFloat16 => Kind::Float,
-            kind => kind,
-        };
+        let kind = sum_kind(parameter.kind());
         self.by_parameter[index].get_or_insert_with(|| {
             Projection::new(
                 height_and_width(&parameter.size()),
