@@ -11,8 +11,8 @@ use gradprism::gradient::{
     PlainEngine, Scorer, split,
 };
 use gradprism::objective::{self, Algorithm, Preset};
-use gradprism::policy::{Policy, PolicyOptions};
-use gradprism::rollout::{self, ReadOptions};
+use gradprism::policy::{Policy, PolicyKind, PolicyOptions};
+use gradprism::rollout::{self, OnProblem, ReadOptions};
 use gradprism::study::PreparedBatch;
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +20,13 @@ use tch::{Device, Kind, Tensor};
 fn engines(criterion: &mut Criterion) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/quickstart");
     let policy = Policy::load(&folder.join("policy.pt"), &PolicyOptions::default()).unwrap();
-    let rollouts = rollout::read(&folder.join("rollouts.jsonl"), &ReadOptions::default()).unwrap();
+    let options = ReadOptions {
+        kind: PolicyKind::CausalLm,
+        tokenizer: None,
+        single: OnProblem::Error,
+        missing_reward: OnProblem::Error,
+    };
+    let rollouts = rollout::read(&folder.join("rollouts.jsonl"), &options).unwrap();
     let algorithm = Algorithm { entropy_coef: 0.01, ..Preset::Grpo.algorithm() };
     let prepared = PreparedBatch::new(&algorithm, &rollouts.batches[0]).unwrap();
     let inputs: Vec<GroupInput> = (0..4)

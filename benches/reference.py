@@ -134,22 +134,29 @@ def eager(spec: str, script: torch.nn.Module) -> torch.nn.Module:
     return policy.eval()
 
 
-def read(path: Path, first: int | None, length: int | None) -> list[dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()][:first]
-    if length is not None:
-        for line in lines:
-            for name in ("response_ids", "old_logprobs", "ref_logprobs"):
-                line[name] = list(itertools.islice(itertools.cycle(line[name]), length))
-            line.pop("response_mask", None)
-            line.pop("reasoning", None)
-            line.pop("sampler_logprobs", None)
-    return lines
+def read(path: Path, first: int | None) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()][:first]
+
+
+def of_length(lines: list[dict], length: int, checkpoint: Path) -> list[dict]:
+    """The lines with responses of so many tokens, repeated or cut, as if the policy had sampled them."""
+    policy = torch.jit.load(str(checkpoint)).eval()
+    scored = []
+    for line in lines:
+        response = list(itertools.islice(itertools.cycle(line["response_ids"]), length))
+        ids = torch.tensor([line["prompt_ids"] + response])
+        with torch.no_grad(), torch.jit.optimized_execution(False):
+            every = policy(ids, torch.ones_like(ids))[0, len(line["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        old = every.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        kept = {name: line[name] for name in ("group_id", "prompt_ids", "reward")}
+        scored.append({**kept, "response_ids": response, "old_logprobs": old, "ref_logprobs": [x - 0.1 for x in old]})
+    return scored
 
 
 def reference(checkpoint: Path, rollouts: Path, spec: str | None) -> None:
     policy = torch.jit.load(str(checkpoint)).eval()
     parameters = list({parameter.data_ptr(): parameter for parameter in policy.parameters()}.values())
-    groups = [list(rows) for _, rows in itertools.groupby(read(rollouts, None, None), key=lambda line: line["group_id"])]
+    groups = [list(rows) for _, rows in itertools.groupby(read(rollouts, None), key=lambda line: line["group_id"])]
     module = eager(spec, policy) if spec else None
     started = time.perf_counter()
     # The profiling executor would make the second and third call several times slower.
@@ -178,7 +185,8 @@ SETTINGS = {
 
 def check(groups: list[dict], known: list[dict], tolerance: float) -> None:
     for group, expected in zip(groups, known, strict=True):
-        scale = max(expected["task_norm"] ** 2, 1e-9)
+        # Signal² is a difference, and may be far larger than the squared norm of the sum.
+        scale = max(expected["task_norm"] ** 2, abs(expected["signal_sq"]), 1e-9)
         assert abs(group["signal_sq"] - expected["signal_sq"]) < tolerance * scale, (group, expected)
         # A float32 norm of 134 million numbers is 1 % too small; gradprism adds in float64.
         off = abs(group["reg_norm"] - expected["reg_norm"])
@@ -192,7 +200,9 @@ def compare(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, log, out = Path(folder, "study.yaml"), Path(folder, "log"), Path(folder, "out")
         rollouts = Path(folder, "rollouts.jsonl")
-        lines = read(args.rollouts, args.first, args.length)
+        lines = read(args.rollouts, args.first)
+        if args.length is not None:
+            lines = of_length(lines, args.length, args.checkpoint)
         rollouts.write_text("".join(json.dumps(line) + "\n" for line in lines))
         config.write_text(
             f"policy: {{checkpoint: {args.checkpoint.resolve()}}}\nrollouts: {{path: {rollouts}}}\n"

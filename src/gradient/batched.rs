@@ -30,6 +30,9 @@ use crate::policy::{Parameter, Policy};
 /// Tokens times parameters up to which groups are taken together: a pass over so many is long enough
 /// that the overhead of its operations does not show.
 const PACK_WORK: usize = 1 << 29;
+/// Tokens times parameters of one forward pass, unless one row has more: beyond it a larger batch is no
+/// faster, and takes memory.
+const PASS_WORK: usize = 1 << 37;
 
 /// Reads per-trajectory gradients from batched passes.
 #[derive(Debug)]
@@ -126,7 +129,7 @@ impl BatchedEngine {
             policy.trainable().map(|parameter| &parameter.tensor).collect();
         let whole = Micro::new(inputs)?;
         let chunks = if inputs.len() == 1 {
-            whole.chunks(self.token_budget)
+            whole.chunks(self.token_budget.min(PASS_WORK / weights(policy)))
         } else {
             vec![(0..whole.rows.len()).collect()]
         };
@@ -354,6 +357,11 @@ fn tolerance(kind: Kind) -> f64 {
     }
 }
 
+/// The number of parameters, trainable or not; at least 1.
+fn weights(policy: &Policy) -> usize {
+    policy.parameters().iter().map(|parameter| parameter.tensor.numel()).sum::<usize>().max(1)
+}
+
 fn cannot_batch(problem: String) -> Error {
     Error::Config {
         place: "decomposition.engine".into(),
@@ -368,8 +376,7 @@ impl Engine for BatchedEngine {
         if self.given_up || self.plain.scores || !self.by_rows.is_empty() {
             return 1;
         }
-        let weights: usize =
-            policy.parameters().iter().map(|parameter| parameter.tensor.numel()).sum();
+        let weights = weights(policy);
         let (mut rows, mut longest, mut alone) = (0, 0, 0);
         let fit = groups.iter().take_while(|(size, tokens)| {
             longest = longest.max(*tokens);
