@@ -111,6 +111,8 @@ fn a_layer_used_twice_is_added_before_products_are_taken() {
     let (plain, batched, log) = both(&folder, &[]);
     assert!(!log.contains("row by row"), "{log}");
     assert_equal(&plain, &batched, 1e-10, "shared");
+    let (plain, batched, _) = both(&folder, &["policy.dtype=float32"]);
+    assert_equal(&plain, &batched, 1e-5, "shared");
     let (plain, batched, _) = both(&study(&fixture("in_place.pt")), &[]);
     assert_equal(&plain, &batched, 1e-10, "in place");
 }
@@ -123,6 +125,8 @@ fn weights_are_found_behind_views() {
     let (plain, batched, log) = both(&folder, &[]);
     assert!(!log.contains("row by row"), "{log}");
     assert_equal(&plain, &batched, 1e-10, "views");
+    let (plain, batched, _) = both(&folder, &["policy.dtype=float32"]);
+    assert_equal(&plain, &batched, 1e-5, "views");
 }
 
 /// What the graph does not show by rows is taken by the plain way, and named.
@@ -139,6 +143,8 @@ fn other_layers_are_taken_row_by_row() {
         assert!(log.contains("row by row") && log.contains(parameter), "{log}");
         assert!(!log.contains("head.weight"), "{log}");
         assert_equal(&plain, &batched, 1e-10, name);
+        let (plain, batched, _) = both(&folder, &["policy.dtype=float32"]);
+        assert_equal(&plain, &batched, 1e-5, name);
     }
 }
 
@@ -200,10 +206,13 @@ fn step_batch(shape: &[i64]) -> Batch {
 #[test]
 fn step_policies_are_taken_apart_too() {
     let settings = ["policy.kind=step", "rollouts.old_logprobs=recompute", "policy.dtype=float64"];
+    let single = ["policy.kind=step", "rollouts.old_logprobs=recompute", "policy.dtype=float32"];
     let folder = StudyFolder::new(&fixture("mlp_step.pt"), &lines(&step_batch(&[4])), YAML);
     let (plain, batched, log) = both(&folder, &settings);
     assert!(!log.contains("row by row"), "{log}");
     assert_equal(&plain, &batched, 1e-10, "mlp");
+    let (plain, batched, _) = both(&folder, &single);
+    assert_equal(&plain, &batched, 1e-5, "mlp");
 
     let mut nested = lines(&step_batch(&[1, 5, 5]));
     for line in &mut nested {
@@ -217,6 +226,8 @@ fn step_policies_are_taken_apart_too() {
     let (plain, batched, log) = both(&folder, &settings);
     assert!(!log.contains("row by row"), "{log}");
     assert_equal(&plain, &batched, 1e-10, "conv");
+    let (plain, batched, _) = both(&folder, &single);
+    assert_equal(&plain, &batched, 1e-5, "conv");
 }
 
 /// A model that mixes the rows of a batch is told by the row that is recomputed: an error, or the

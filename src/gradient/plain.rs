@@ -1,6 +1,7 @@
 //! The plain engine: one forward pass a trajectory, one backward pass a component. It holds the
 //! gradients of a whole group at once, is easy to believe, and is what faster engines are held to.
 
+use std::collections::HashSet;
 use std::ops::ControlFlow;
 
 use tch::Tensor;
@@ -199,6 +200,9 @@ pub(super) fn backward(
         return Ok(parameters.iter().map(zero).collect());
     }
     let gradients = Tensor::f_run_backward(&[loss], parameters, keep_graph, false)?;
+    // Of parameters that are added to each other autograd gives one tensor as the gradient of both;
+    // sums in place would then count each term twice.
+    let mut seen = HashSet::new();
     gradients
         .into_iter()
         .zip(parameters)
@@ -208,7 +212,9 @@ pub(super) fn backward(
             }
             let gradient =
                 if gradient.is_sparse() { gradient.f_to_dense(None, false)? } else { gradient };
-            Ok(gradient.to_kind(sum_kind(gradient.kind())))
+            let gradient = gradient.to_kind(sum_kind(gradient.kind()));
+            let is_first = gradient.numel() == 0 || seen.insert(gradient.data_ptr());
+            Ok(if is_first { gradient } else { gradient.copy() })
         })
         .collect()
 }
@@ -230,4 +236,25 @@ fn sum(rows: Vec<Option<GradientVector>>) -> Option<GradientVector> {
     let mut total = None;
     rows.into_iter().flatten().for_each(|row| add(&mut total, row));
     total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// d/da = d/db = Σ over two rows of (1, 2), however the two are shared.
+    #[test]
+    fn parameters_that_are_added_have_gradients_of_their_own() {
+        let parameter = || Tensor::from_slice(&[0.5, -0.5]).set_requires_grad(true);
+        let (a, b) = (parameter(), parameter());
+        let slopes = Tensor::from_slice(&[1.0, 2.0]);
+        let mut total = None;
+        for _ in 0..2 {
+            let loss = ((&a + &b) * &slopes).sum(tch::Kind::Double);
+            add(&mut total, backward(&loss, &[&a, &b], false).unwrap());
+        }
+        for gradient in total.unwrap() {
+            assert_eq!(Vec::<f64>::try_from(&gradient).unwrap(), [2.0, 4.0]);
+        }
+    }
 }
