@@ -160,6 +160,22 @@ fn micro_batches_change_nothing() {
     }
 }
 
+/// A row of mean reward has advantage 0; alone in a micro-batch it is a row of the products still.
+#[test]
+fn a_micro_batch_without_an_advantage_keeps_its_rows() {
+    let mut batch = synthetic_batch(3, 8);
+    for group in &mut batch.groups {
+        for (row, reward) in group.trajectories.iter_mut().zip([0.0, 0.5, 1.0, 0.5]) {
+            row.reward = reward;
+        }
+    }
+    let folder = StudyFolder::new(&fixture("double.pt"), &lines(&batch), YAML);
+    let settings = ["decomposition.token_budget=1", "algorithm.preset=grpo"];
+    let (plain, batched, _) = both(&folder, &settings);
+    assert!(plain.iter().all(|record| record["trajectory_task_norms"][1] == 0.0));
+    assert_equal(&plain, &batched, 1e-10, "advantage 0");
+}
+
 /// One pass for the regularizer: its norm is that of the parts together, and those are not known.
 #[test]
 fn combined_components_are_the_sum_of_the_parts() {

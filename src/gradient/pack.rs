@@ -20,6 +20,9 @@ pub(super) struct Micro<'a> {
     weights: Tensor,
     /// `[B, T]` bool.
     mask: Tensor,
+    /// Whether any advantage of the groups is other than 0. A part of a group has a task pass where
+    /// the group has, though all its own advantages be 0: its rows belong to the products.
+    has_task: bool,
 }
 
 impl<'a> Micro<'a> {
@@ -38,12 +41,14 @@ impl<'a> Micro<'a> {
                 .collect();
             Tensor::f_cat(&parts, 0)
         };
+        let advantages = join(&|input| input.advantages.shallow_clone())?;
         Ok(Self {
             groups: inputs
                 .iter()
                 .flat_map(|input| input.group.trajectories.iter().map(|_| input.group.id.as_str()))
                 .collect(),
-            advantages: join(&|input| input.advantages.shallow_clone())?,
+            has_task: advantages.ne(0.0).any().int64_value(&[]) != 0,
+            advantages,
             weights: join(&|input| input.weights.per_token(Kind::Double))?,
             mask: join(&|input| input.weights.mask().to_kind(Kind::Uint8))?.to_kind(Kind::Bool),
             rows,
@@ -62,13 +67,14 @@ impl<'a> Micro<'a> {
             advantages: pick(&self.advantages),
             weights: pick(&self.weights),
             mask: pick(&self.mask),
+            has_task: self.has_task,
             rows,
         }
     }
 
-    /// Whether any advantage is other than 0.
+    /// Whether the groups have a task gradient.
     pub fn has_task(&self) -> bool {
-        self.advantages.ne(0.0).any().int64_value(&[]) != 0
+        self.has_task
     }
 
     /// Chunks of rows of at most `budget` padded tokens, alike in length: the largest of as many

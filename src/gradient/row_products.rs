@@ -1,6 +1,6 @@
 //! Exact inner products and sums of the gradients of one parameter by rows.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::factors::ByRow;
 use crate::objective::precise;
@@ -114,23 +114,20 @@ pub(super) fn products(batches: &[Uses], groups: i64) -> (Tensor, Tensor) {
     through_gradients(batches, groups)
 }
 
-fn device_of(batches: &[Uses]) -> tch::Device {
-    batches
-        .iter()
-        .flat_map(|batch| batch.list)
-        .map(|used| match used {
-            ByRow::Outer { right, .. } | ByRow::Picked { right, .. } => right.device(),
-            ByRow::Formed(formed) => formed.device(),
-        })
-        .next()
-        .unwrap_or(tch::Device::Cpu)
+/// Dtype and device of what the uses hold.
+fn options_of(batches: &[Uses]) -> (Kind, Device) {
+    let held = batches.iter().flat_map(|batch| batch.list).map(|used| match used {
+        ByRow::Outer { right, .. } | ByRow::Picked { right, .. } => right,
+        ByRow::Formed(formed) => formed,
+    });
+    held.map(|tensor| (tensor.kind(), tensor.device())).next().unwrap_or((Kind::Float, Device::Cpu))
 }
 
 /// From the gradients themselves, a slice of their rows at a time.
 fn through_gradients(batches: &[Uses], groups: i64) -> (Tensor, Tensor) {
     let (height, width) = (batches[0].height, batches[0].width);
     let rows: i64 = batches.iter().map(|batch| batch.rows).sum();
-    let device = device_of(batches);
+    let (kind, device) = options_of(batches);
     let each = rows / groups;
     let mut products = Tensor::zeros([groups, each, each], (precise(device), device));
     let mut sums = Vec::new();
@@ -140,8 +137,12 @@ fn through_gradients(batches: &[Uses], groups: i64) -> (Tensor, Tensor) {
     let mut start = 0;
     while start < height {
         let count = step.min(height - start);
-        let mut parts: Vec<Tensor> =
-            batches.iter().filter_map(|batch| batch.slice(start, count)).collect();
+        // A batch that did not use the parameter has gradient 0.
+        let zeros = |rows: i64| Tensor::zeros([rows, count * width], (kind, device));
+        let mut parts: Vec<Tensor> = batches
+            .iter()
+            .map(|batch| batch.slice(start, count).unwrap_or_else(|| zeros(batch.rows)))
+            .collect();
         let slice = if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(&parts, 0) };
         let slice = slice.reshape([groups, each, count * width]);
         products += slice.bmm(&slice.transpose(1, 2)).to_kind(products.kind());
@@ -233,7 +234,7 @@ impl Tokens {
 }
 
 fn pairs(uses: &[Tokens], rows: i64) -> Tensor {
-    let device = uses.first().map_or(tch::Device::Cpu, |tokens| tokens.right.device());
+    let device = uses.first().map_or(Device::Cpu, |tokens| tokens.right.device());
     let mut products = Tensor::zeros([rows, rows], (precise(device), device));
     for (at, first) in uses.iter().enumerate() {
         for (other, second) in uses.iter().enumerate().skip(at) {
