@@ -20,7 +20,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// A line of a rollout file breaks the format.
+    /// A line of a rollout file, or of a file of tasks, breaks the format.
     #[error("{}:{line}: field `{field}`: {problem}", path.display())]
     RolloutLine {
         /// The rollout file.
@@ -33,7 +33,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// A rollout file parses, but cannot be used as a whole.
+    /// A rollout file, or a file of tasks, parses, but cannot be used as a whole.
     #[error("{}: {problem}", path.display())]
     Rollouts {
         /// The rollout file.
@@ -47,6 +47,15 @@ pub enum Error {
     Checkpoint {
         /// The TorchScript file.
         path: PathBuf,
+        /// What was expected and what was found.
+        problem: String,
+    },
+
+    /// An environment cannot be set up as asked, has no task, or failed while a policy acted in it.
+    #[error("environment {name}: {problem}")]
+    Environment {
+        /// Its name in configurations.
+        name: String,
         /// What was expected and what was found.
         problem: String,
     },

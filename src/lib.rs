@@ -4,7 +4,8 @@
 //! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
 //! [`log`]. The whole way is a [`study`]; [`sift`] filters a file of rollouts; whether the policy still
 //! reads its input is a matter of [`diagnostics`]. [`objective`], [`gradient`] and [`filter`] work on
-//! tensors alone and can be used in a training loop of one's own.
+//! tensors alone and can be used in a training loop of one's own. Text environments to sample in are
+//! in [`mod@env`].
 //!
 //! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
 //! [`gradient::split`].
@@ -12,6 +13,7 @@
 pub mod config;
 pub mod diagnostics;
 pub mod doctor;
+pub mod env;
 pub mod error;
 pub mod filter;
 pub mod gradient;

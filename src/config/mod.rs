@@ -2,12 +2,14 @@
 //! YAML; it is read and written here.
 
 mod diagnostics;
+mod environment;
 mod filter;
 mod machine;
 mod resolve;
 mod sections;
 
 pub use diagnostics::DiagnosticsConfig;
+pub use environment::*;
 pub use filter::FilterConfig;
 pub use machine::{DeviceName, Threads};
 pub use sections::*;

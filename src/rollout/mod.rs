@@ -6,6 +6,7 @@ mod reader;
 mod text;
 
 pub use copy::copy_lines;
+pub(crate) use reader::open;
 pub use reader::{OnProblem, ReadOptions, read};
 
 use crate::objective::Counts;

@@ -78,7 +78,7 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Rollouts> {
 }
 
 /// Opens a file for reading, through a decompressor where its first bytes name one.
-pub(super) fn open(path: &Path) -> Result<Box<dyn BufRead>> {
+pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>> {
     let file = File::open(path).map_err(Error::io("read", path))?;
     let mut input = BufReader::new(file);
     let start = input.fill_buf().map_err(Error::io("read", path))?;
