@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::{Answers, Environment, Outcome, Seed, Tags, error};
 use crate::error::Result;
 
-/// What holds in every environment. The defaults are RAGEN's.
+/// What holds in every environment. The defaults are RAGEN's. Its versions differ: earlier ones read 5
+/// actions of a response, later ones charge for every invalid action instead of once a turn.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rules {

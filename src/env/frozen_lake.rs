@@ -18,7 +18,7 @@ use crate::error::Result;
 
 const NAME: &str = "frozen_lake";
 /// Boards drawn for one task before the set-up is given up.
-const MAX_DRAWS: usize = 10_000;
+const MAX_DRAWS: usize = 1_000;
 const MAX_SIDE: usize = 100;
 
 /// A move, in gymnasium's order: the neighbours in this circle are its sides.
@@ -104,7 +104,7 @@ impl Lake {
     /// A square board with a way from start to goal, its cells frozen with probability `frozen`.
     ///
     /// # Errors
-    /// If none came up in 10,000 draws.
+    /// If none came up in 1,000 draws: far more than boards that are worth a walk need.
     fn draw(size: usize, frozen: f64, random: &mut impl Rng) -> Result<Self> {
         let cells = size * size;
         for _ in 0..MAX_DRAWS {
