@@ -6,11 +6,15 @@ mod sites;
 pub(crate) use sites::{Convolution, Layout, Site, Sites, Use};
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::ptr::NonNull;
 
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
+
+use crate::error::without_backtrace;
 
 #[repr(C)]
 struct RawModule {
@@ -19,6 +23,7 @@ struct RawModule {
 
 type EmitArgument = extern "C" fn(*mut c_void, *const c_char, *const c_char, c_int);
 type EmitTensor = extern "C" fn(*mut c_void, *const c_char, *mut C_tensor);
+type EmitBytes = extern "C" fn(*mut c_void, *const c_void, usize);
 
 unsafe extern "C" {
     fn gp_libtorch_version() -> *const c_char;
@@ -52,6 +57,13 @@ unsafe extern "C" {
         context: *mut c_void,
         emit: EmitTensor,
     ) -> *mut c_char;
+    fn gp_module_save(
+        module: *const RawModule,
+        context: *mut c_void,
+        emit: EmitBytes,
+    ) -> *mut c_char;
+    fn gp_generator_state(device: *const c_char, out: *mut *mut C_tensor) -> *mut c_char;
+    fn gp_set_generator_state(device: *const c_char, state: *const C_tensor) -> *mut c_char;
 }
 
 /// One argument of a module's forward.
@@ -164,6 +176,22 @@ impl Module {
         })?;
         Ok(outputs)
     }
+
+    /// Writes the module as a file that `torch.jit.load` reads, front to back.
+    pub fn save(&self, writer: &mut dyn Write) -> std::io::Result<()> {
+        let mut sink = Sink { writer, result: Ok(()) };
+        let context = (&raw mut sink).cast();
+        // SAFETY: `write_bytes` takes the context for the sink it is, during the call only.
+        let saved = check(unsafe { gp_module_save(self.raw.as_ptr(), context, write_bytes) });
+        sink.result?;
+        saved.map_err(|message| std::io::Error::other(without_backtrace(&message)))
+    }
+}
+
+/// Where the bytes of a file go. libtorch is not told of a failure; what comes after it is dropped.
+struct Sink<'a> {
+    writer: &'a mut dyn Write,
+    result: std::io::Result<()>,
 }
 
 impl Drop for Module {
@@ -171,6 +199,23 @@ impl Drop for Module {
         // SAFETY: `raw` came from gp_module_load and is freed once.
         unsafe { gp_module_free(self.raw.as_ptr()) }
     }
+}
+
+/// The state of a device's default random generator: bytes, on the CPU.
+pub(crate) fn generator_state(device: Device) -> Result<Tensor, String> {
+    let device = CString::new(device_name(device)).map_err(|error| error.to_string())?;
+    let mut state = std::ptr::null_mut();
+    // SAFETY: the string lives through the call, and `state` is written before success.
+    check(unsafe { gp_generator_state(device.as_ptr(), &mut state) })?;
+    // SAFETY: the tensor is ours, and tch frees it as it was made.
+    Ok(unsafe { Tensor::from_ptr(state) })
+}
+
+/// Puts a device's default random generator into a state that it had before.
+pub(crate) fn set_generator_state(device: Device, state: &Tensor) -> Result<(), String> {
+    let device = CString::new(device_name(device)).map_err(|error| error.to_string())?;
+    // SAFETY: string and tensor live through the call, which copies the state.
+    check(unsafe { gp_set_generator_state(device.as_ptr(), state.as_ptr()) })
 }
 
 /// The version of libtorch that this was built with.
@@ -227,4 +272,17 @@ extern "C" fn collect_tensor(context: *mut c_void, name: *const c_char, tensor: 
         )
     };
     tensors.push((name.to_string_lossy().into_owned(), tensor));
+}
+
+extern "C" fn write_bytes(context: *mut c_void, bytes: *const c_void, count: usize) {
+    // SAFETY: the shim passes back the context it was given.
+    let sink = unsafe { &mut *context.cast::<Sink>() };
+    if count == 0 || sink.result.is_err() {
+        return;
+    }
+    // SAFETY: the shim's bytes live through the call.
+    let bytes = unsafe { std::slice::from_raw_parts(bytes.cast::<u8>(), count) };
+    // A panic of the writer must not run through C++.
+    sink.result = catch_unwind(AssertUnwindSafe(|| sink.writer.write_all(bytes)))
+        .unwrap_or_else(|_| Err(std::io::Error::other("the writer panicked")));
 }

@@ -3,12 +3,15 @@
 // Tensors are handed over as `new at::Tensor`, which is what tch owns and frees.
 #include "guarded.h"
 
+#include <ATen/Context.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
+#include <torch/csrc/jit/serialization/export.h>
 #include <torch/script.h>
 #include <torch/version.h>
 
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -16,6 +19,7 @@
 using torch::jit::Module;
 using EmitArgument = void (*)(void* context, const char* name, const char* type, int has_default);
 using EmitTensor = void (*)(void* context, const char* name, at::Tensor* owned);
+using EmitBytes = void (*)(void* context, const void* bytes, size_t count);
 
 namespace {
 
@@ -145,6 +149,35 @@ char* gp_module_forward(Module* module, const char* const* names, at::Tensor* co
     torch::jit::Kwargs arguments;
     for (size_t i = 0; i < count; ++i) arguments.emplace(names[i], *inputs[i]);
     emit_tensors(module->forward({}, arguments), "", context, emit);
+  });
+}
+
+// Hands out the bytes of the module's file, front to back. Tensors are read as they are now, and one
+// storage is written once, so that tied weights stay tied. The receiver cannot fail: libtorch's writer
+// would throw in its destructor.
+char* gp_module_save(const Module* module, void* context, EmitBytes emit) {
+  return guarded([&] {
+    torch::jit::ExportModule(*module, [&](const void* bytes, size_t count) {
+      emit(context, bytes, count);
+      return count;
+    });
+  });
+}
+
+// The state of a device's default random generator, as torch.get_rng_state gives it.
+char* gp_generator_state(const char* device, at::Tensor** out) {
+  return guarded([&] {
+    at::Generator generator = at::globalContext().defaultGenerator(c10::Device(device));
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    *out = new at::Tensor(generator.get_state());
+  });
+}
+
+char* gp_set_generator_state(const char* device, const at::Tensor* state) {
+  return guarded([&] {
+    at::Generator generator = at::globalContext().defaultGenerator(c10::Device(device));
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(*state);
   });
 }
 

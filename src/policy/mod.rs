@@ -5,6 +5,7 @@ mod continuation;
 mod fit;
 mod inspect;
 mod parameters;
+mod save;
 mod signature;
 
 pub use check::Problem;
@@ -12,6 +13,7 @@ pub use continuation::Continuation;
 pub use inspect::dtype_name;
 pub use inspect::{Inspection, ParameterInfo};
 pub use parameters::Parameter;
+pub(crate) use parameters::unify;
 pub use signature::{Inputs, Output, Role, Signature};
 
 use std::path::{Path, PathBuf};

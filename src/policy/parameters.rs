@@ -36,30 +36,12 @@ impl Parameter {
 /// file says require a gradient.
 ///
 /// # Errors
-/// If libtorch fails, or two parameters overlap in memory in any other way than by being equal:
-/// their gradients would not be those of one vector of weights.
+/// As [`unify`], or if libtorch fails.
 pub(super) fn read(module: &Module, selected: &Regex) -> Result<Vec<Parameter>> {
     let named = module
         .named_parameters()
         .map_err(|message| Error::torch("listing the parameters", &message))?;
-    let mut parameters: Vec<Parameter> = Vec::with_capacity(named.len());
-    let mut index = std::collections::HashMap::new();
-    for (name, tensor) in named {
-        // Empty tensors share the null address, and nothing else.
-        let address = if tensor.numel() == 0 { index.len() } else { tensor.data_ptr() as usize };
-        let identity = (address, tensor.size(), tensor.stride());
-        let slot = *index.entry(identity).or_insert_with(|| {
-            let requires_grad_in_file = tensor.requires_grad();
-            parameters.push(Parameter {
-                names: Vec::new(),
-                tensor,
-                trainable: false,
-                requires_grad_in_file,
-            });
-            parameters.len() - 1
-        });
-        parameters[slot].names.push(name);
-    }
+    let mut parameters = unify(named)?;
     for parameter in &mut parameters {
         parameter.trainable = parameter.requires_grad_in_file
             && parameter.names.iter().any(|name| selected.is_match(name));
@@ -67,6 +49,34 @@ pub(super) fn read(module: &Module, selected: &Regex) -> Result<Vec<Parameter>> 
             // Autograd then spends nothing on it.
             let _ = parameter.tensor.set_requires_grad(false);
         }
+    }
+    Ok(parameters)
+}
+
+/// One parameter for all names of one storage, shape and layout, in order of first appearance;
+/// trainable if it requires a gradient.
+///
+/// # Errors
+/// If two parameters overlap in memory in any other way than by being equal: their gradients would
+/// not be those of one vector of weights.
+pub(crate) fn unify(named: impl IntoIterator<Item = (String, Tensor)>) -> Result<Vec<Parameter>> {
+    let mut parameters: Vec<Parameter> = Vec::new();
+    let mut index = std::collections::HashMap::new();
+    for (name, tensor) in named {
+        // Empty tensors share the null address, and nothing else.
+        let address = if tensor.numel() == 0 { index.len() } else { tensor.data_ptr() as usize };
+        let identity = (address, tensor.size(), tensor.stride());
+        let slot = *index.entry(identity).or_insert_with(|| {
+            let requires_grad = tensor.requires_grad();
+            parameters.push(Parameter {
+                names: Vec::new(),
+                tensor,
+                trainable: requires_grad,
+                requires_grad_in_file: requires_grad,
+            });
+            parameters.len() - 1
+        });
+        parameters[slot].names.push(name);
     }
     refuse_overlap(&parameters)?;
     Ok(parameters)
