@@ -24,5 +24,6 @@ pub mod policy;
 pub mod rollout;
 pub mod sift;
 pub mod study;
+pub mod trainer;
 
 pub use error::{Error, Result};

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod filters;
+pub mod update;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -211,4 +212,17 @@ impl StudyFolder {
             !matches!(entry.unwrap().file_name().to_str(), Some("rollouts.jsonl" | "study.yaml"))
         })
     }
+}
+
+/// What `trainer_reference.py` makes of a task; none without Python.
+pub fn trainer_reference(test: &str, command: &str, task: &Value) -> Option<Value> {
+    let python = python(test)?;
+    let folder = tempfile::tempdir().unwrap();
+    let (given, answer) = (folder.path().join("task.json"), folder.path().join("answer.json"));
+    std::fs::write(&given, task.to_string()).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/trainer_reference.py");
+    let output =
+        Command::new(python).arg(script).arg(command).arg(given).arg(&answer).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    Some(serde_json::from_str(&std::fs::read_to_string(answer).unwrap()).unwrap())
 }

@@ -1,0 +1,43 @@
+//! The parts of a trainer, each usable alone in a `tch` training loop of one's own.
+//!
+//! An [`Optimizer`] takes the gradients of micro-batches and makes one update of them: clipping
+//! ([`clip`]), learning rate ([`schedule`]), [`adamw`]. A [`checkpoint`] outlives a kill at any
+//! moment. [`stop`] says when to end a run early.
+//!
+//! ```no_run
+//! use gradprism::trainer::{AdamW, AdamWOptions, CheckpointStore, Keep, Optimizer, Schedule};
+//! # use gradprism::policy::{Policy, PolicyOptions};
+//! # fn loss(_: &Policy, _: usize) -> tch::Tensor { todo!() }
+//! # fn main() -> gradprism::Result<()> {
+//! let policy = Policy::load("policy.pt".as_ref(), &PolicyOptions::default())?;
+//! let adamw = AdamW::of_policy(AdamWOptions { learning_rate: 1e-5, ..Default::default() }, &policy)?;
+//! let mut optimizer = Optimizer::new(adamw, Schedule::default(), Some(1.0), 3)?;
+//! let mut store = CheckpointStore::open("checkpoints".as_ref(), Keep { last: 3, best: true })?;
+//! for step in 0..100 {
+//!     for micro_batch in 0..4 {
+//!         optimizer.backward(&loss(&policy, micro_batch))?;
+//!     }
+//!     let update = optimizer.step()?;
+//!     println!("step {step}: gradient norm {}, learning rate {}", update.norm, update.learning_rate);
+//!     if step % 10 == 9 {
+//!         let mut checkpoint = store.begin(step + 1)?;
+//!         checkpoint.policy("policy.pt", &policy)?;
+//!         checkpoint.tensors("optimizer.safetensors", &optimizer.state())?;
+//!         checkpoint.commit(None)?;
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod adamw;
+pub mod checkpoint;
+pub mod clip;
+mod optimizer;
+pub mod schedule;
+pub mod stop;
+
+pub use adamw::{AdamW, AdamWOptions};
+pub use checkpoint::{Checkpoint, CheckpointStore, Keep};
+pub use optimizer::{Optimizer, Update};
+pub use schedule::{Decay, Schedule};
