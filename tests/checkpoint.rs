@@ -480,7 +480,7 @@ fn the_last_and_the_best_stay() {
             .map(|name| name.split("-step-").nth(1).unwrap().parse().unwrap())
             .collect()
     };
-    let scores = [None, Some(0.3), Some(0.8), Some(0.8), Some(f64::NAN), Some(0.1), Some(0.9)];
+    let scores = [None, Some(0.3), Some(0.8), Some(0.8), Some(f64::INFINITY), Some(0.1), Some(0.9)];
     let kept: [&[u64]; 7] = [&[1], &[1, 2], &[2, 3], &[3, 4], &[3, 4, 5], &[3, 5, 6], &[6, 7]];
     for ((step, score), kept) in (1..).zip(scores).zip(kept) {
         save(&mut store, step, score).unwrap();

@@ -51,7 +51,7 @@ impl Optimizer {
         max_norm: Option<f64>,
         failure_limit: u64,
     ) -> Result<Self> {
-        if let Some(found) = max_norm.filter(|max_norm| !(*max_norm > 0.0)) {
+        if let Some(found) = max_norm.filter(|max_norm| max_norm.is_nan() || *max_norm <= 0.0) {
             return Err(Error::Argument {
                 argument: "max_norm",
                 expected: "a positive number".into(),

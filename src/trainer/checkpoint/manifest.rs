@@ -42,9 +42,9 @@ impl Manifest {
     }
 
     /// The text of the file.
-    pub fn to_text(&mut self) -> serde_json::Result<String> {
+    pub fn into_text(mut self) -> serde_json::Result<String> {
         self.crc32 = self.checksum()?;
-        Ok(serde_json::to_string_pretty(self)? + "\n")
+        Ok(serde_json::to_string_pretty(&self)? + "\n")
     }
 
     fn checksum(&self) -> serde_json::Result<u32> {

@@ -133,10 +133,11 @@ impl<'a> CheckpointWriter<'a> {
     }
 
     /// Puts the checkpoint in its place, and then removes those that are not to be kept. A higher
-    /// `score` makes a better checkpoint; NaN is no score.
+    /// `score` makes a better checkpoint; one that is not finite is none.
     ///
     /// # Errors
-    /// If it cannot be put in place. Earlier checkpoints are then as they were.
+    /// If it cannot be put in place, or is there but may not outlive a power cut. Earlier checkpoints
+    /// are then as they were.
     pub fn commit(mut self, score: Option<f64>) -> Result<Committed> {
         if self.failed {
             return Err(Error::Output {
@@ -146,10 +147,8 @@ impl<'a> CheckpointWriter<'a> {
                         .into(),
             });
         }
-        self.manifest.score = score.filter(|score| !score.is_nan());
-        let text = self
-            .manifest
-            .to_text()
+        self.manifest.score = score.filter(|score| score.is_finite());
+        let text = (self.manifest.clone().into_text())
             .map_err(|error| self.error("its manifest cannot be written", &error.into()))?;
         self.write(MANIFEST, |writer| writer.write_all(text.as_bytes()))?;
         let place = || -> io::Result<()> {
