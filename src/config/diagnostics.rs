@@ -36,6 +36,8 @@ pub struct DiagnosticsConfig {
     pub baseline_steps: usize,
     /// The file that carries the past over a restart; none: every run begins anew.
     pub state: Option<PathBuf>,
+    /// In training: after every so many steps; 0: never.
+    pub every: u64,
 }
 
 impl Default for DiagnosticsConfig {
@@ -53,6 +55,7 @@ impl Default for DiagnosticsConfig {
             baseline: None,
             baseline_steps: 5,
             state: None,
+            every: 5,
         }
     }
 }

@@ -1,13 +1,12 @@
-//! The sections of the environments. No command takes them yet. What holds in every environment is
-//! [`crate::env::Rules`], which reads itself from a section of its own.
+//! The section of the environment.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::env::{
     Arms, Bandit, Comparison, Countdown, Environment, FrozenLake, Generator, Lake, LakeSource,
-    Questions, Solvable, View,
+    Questions, Rules, Solvable, View,
 };
 use crate::error::{Error, Result};
 
@@ -26,6 +25,33 @@ pub enum EnvironmentConfig {
 }
 
 impl EnvironmentConfig {
+    /// What holds in every environment.
+    pub fn rules(&self) -> &Rules {
+        match self {
+            Self::Bandit(config) => &config.rules,
+            Self::FrozenLake(config) => &config.rules,
+            Self::Countdown(config) => &config.rules,
+            Self::Questions(config) => &config.rules,
+        }
+    }
+
+    /// The file of tasks, if it names one.
+    pub fn tasks_file(&self) -> Option<&Path> {
+        match self {
+            Self::Countdown(CountdownConfig { tasks: CountdownTasks::File(path), .. })
+            | Self::Questions(QuestionsConfig { path, .. }) => Some(path),
+            _ => None,
+        }
+    }
+
+    pub(super) fn tasks_file_mut(&mut self) -> Option<&mut PathBuf> {
+        match self {
+            Self::Countdown(CountdownConfig { tasks: CountdownTasks::File(path), .. })
+            | Self::Questions(QuestionsConfig { path, .. }) => Some(path),
+            _ => None,
+        }
+    }
+
     /// The environment, ready to be forked.
     ///
     /// # Errors
@@ -56,6 +82,8 @@ pub struct BanditConfig {
     pub high_reward: f64,
     /// How often it does.
     pub high_probability: f64,
+    /// What holds in every environment.
+    pub rules: Rules,
 }
 
 impl Default for BanditConfig {
@@ -65,6 +93,7 @@ impl Default for BanditConfig {
             low_reward: 0.1,
             high_reward: 1.0,
             high_probability: 0.25,
+            rules: Rules::default(),
         }
     }
 }
@@ -89,6 +118,8 @@ pub struct FrozenLakeConfig {
     pub slip: f64,
     /// How the board is shown.
     pub view: View,
+    /// What holds in every environment.
+    pub rules: Rules,
 }
 
 /// A board, or the law that boards are drawn from.
@@ -126,6 +157,7 @@ impl Default for FrozenLakeConfig {
             map: MapConfig::Drawn(DrawnMapConfig::default()),
             slip: 2.0 / 3.0,
             view: View::default(),
+            rules: Rules::default(),
         }
     }
 }
@@ -156,6 +188,8 @@ pub struct CountdownConfig {
     pub solvable: Solvable,
     /// Whether an expression must use all numbers to be right.
     pub use_all: bool,
+    /// What holds in every environment.
+    pub rules: Rules,
 }
 
 /// A file of tasks, or the law that they are drawn from.
@@ -177,6 +211,7 @@ impl Default for CountdownConfig {
             tasks: CountdownTasks::Drawn(Generator::default()),
             solvable: Solvable::default(),
             use_all: true,
+            rules: Rules::default(),
         }
     }
 }
@@ -203,6 +238,9 @@ pub struct QuestionsConfig {
     /// When an answer is right.
     #[serde(default)]
     pub comparison: Comparison,
+    /// What holds in every environment.
+    #[serde(default)]
+    pub rules: Rules,
 }
 
 impl QuestionsConfig {

@@ -7,12 +7,15 @@ mod filter;
 mod machine;
 mod resolve;
 mod sections;
+mod training;
 
 pub use diagnostics::DiagnosticsConfig;
 pub use environment::*;
 pub use filter::FilterConfig;
 pub use machine::{DeviceName, Threads};
 pub use sections::*;
+use sections::number_or;
+pub use training::*;
 
 use std::path::{Path, PathBuf};
 
@@ -68,6 +71,7 @@ impl Config {
             absolute(&mut value, current);
         }
         let mut whole = serde_yaml::to_value(self).map_err(internal)?;
+        fill_section(&mut whole, key).map_err(internal)?;
         let mut slot = &mut whole;
         for (depth, part) in key.split('.').enumerate() {
             let mapping = match slot {
@@ -107,7 +111,14 @@ impl Config {
         ]
         .into_iter()
         .flatten()
-        {
+        .chain(self.sampling.iter_mut().flat_map(|sampling| &mut sampling.tokenizer))
+        .chain(self.critic.iter_mut().flat_map(|critic| &mut critic.checkpoint))
+        .chain(self.environment.iter_mut().filter_map(EnvironmentConfig::tasks_file_mut))
+        .chain(
+            self.validation
+                .iter_mut()
+                .filter_map(|validation| validation.environment.as_mut()?.tasks_file_mut()),
+        ) {
             *path = map(path);
         }
     }
@@ -126,7 +137,16 @@ impl Config {
             &self.rollouts.tokenizer,
             &self.diagnostics.baseline,
         ];
-        checkpoints.iter().chain(others.into_iter().flatten()).map(PathBuf::as_path).collect()
+        let of_training = [
+            self.sampling.as_ref().and_then(|sampling| sampling.tokenizer.as_deref()),
+            self.critic.as_ref().and_then(|critic| critic.checkpoint.as_deref()),
+            self.environment.as_ref().and_then(EnvironmentConfig::tasks_file),
+            self.validation.as_ref().and_then(|validation| {
+                validation.environment.as_ref().and_then(EnvironmentConfig::tasks_file)
+            }),
+        ];
+        let files = checkpoints.iter().chain(others.into_iter().flatten()).map(PathBuf::as_path);
+        files.chain(of_training.into_iter().flatten()).collect()
     }
 
     /// The configuration as YAML.
@@ -139,14 +159,44 @@ impl Config {
 }
 
 /// Keys whose values are paths.
-const PATH_KEYS: [&str; 6] = [
+const PATH_KEYS: [&str; 12] = [
     "policy.checkpoint",
     "policy.reference",
     "rollouts.path",
     "rollouts.tokenizer",
     "diagnostics.baseline",
     "diagnostics.state",
+    "sampling.tokenizer",
+    "critic.checkpoint",
+    "environment.path",
+    "environment.tasks",
+    "validation.environment.path",
+    "validation.environment.tasks",
 ];
+
+/// Puts the defaults of a section of training in its place if an override names one that the file has
+/// not.
+fn fill_section(whole: &mut serde_yaml::Value, key: &str) -> serde_yaml::Result<()> {
+    let section = key.split('.').next().unwrap_or_default();
+    if whole.get(section).is_some() {
+        return Ok(());
+    }
+    let TrainSections { sampling, training, optimizer, critic, validation, checkpoint, .. } =
+        TrainSections::default();
+    let value = match section {
+        "sampling" => serde_yaml::to_value(sampling)?,
+        "training" => serde_yaml::to_value(training)?,
+        "optimizer" => serde_yaml::to_value(optimizer)?,
+        "critic" => serde_yaml::to_value(critic)?,
+        "validation" => serde_yaml::to_value(validation)?,
+        "checkpoint" => serde_yaml::to_value(checkpoint)?,
+        "early_stop" => serde_yaml::to_value(EarlyStopConfig::default())?,
+        "environment" => serde_yaml::Value::Null,
+        _ => return Ok(()),
+    };
+    whole[section] = value;
+    Ok(())
+}
 
 fn absolute(value: &mut serde_yaml::Value, folder: &Path) {
     match value {

@@ -4,7 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DeviceName, DiagnosticsConfig, FilterConfig, Threads};
+use super::{
+    CheckpointConfig, CriticConfig, DeviceName, DiagnosticsConfig, EarlyStopConfig,
+    EnvironmentConfig, FilterConfig, OptimizerConfig, SamplingConfig, Threads, TrainingConfig,
+    ValidationConfig,
+};
 use crate::gradient::Components;
 use crate::objective::{
     AdvantageEstimator, Aggregation, ImportanceCorrection, KlEstimator, KlGradient, KlPlacement,
@@ -29,6 +33,30 @@ pub struct Config {
     pub filter: FilterConfig,
     /// How template collapse is looked for.
     pub diagnostics: DiagnosticsConfig,
+    /// What a policy is trained in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub environment: Option<EnvironmentConfig>,
+    /// How trajectories are sampled in training.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sampling: Option<SamplingConfig>,
+    /// The loop of training.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub training: Option<TrainingConfig>,
+    /// How weights are updated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub optimizer: Option<OptimizerConfig>,
+    /// The value function.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub critic: Option<CriticConfig>,
+    /// How a policy in training is validated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationConfig>,
+    /// When a training run is saved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointConfig>,
+    /// When it ends early.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub early_stop: Option<EarlyStopConfig>,
     /// `auto`, `cpu`, `cuda` or `cuda:N`.
     pub device: DeviceName,
     /// Threads of libtorch.
@@ -299,6 +327,8 @@ pub struct DecompositionConfig {
     /// Seeds the sign-flip test of groups of more than twelve rows, the choice of the row that the
     /// batched engine recomputes, and the projections of a sketch.
     pub seed: u64,
+    /// In training: after every so many steps; 0: never.
+    pub every: u64,
 }
 
 impl Default for DecompositionConfig {
@@ -313,6 +343,7 @@ impl Default for DecompositionConfig {
             buckets: BucketsConfig::Count(6),
             token_budget: 8192,
             seed: 0,
+            every: 10,
         }
     }
 }

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::engine::{Components, Part};
 use super::rows::{self, GroupInput, RowStats, Scorer};
 use crate::error::Result;
-use crate::objective::{self, Tokens};
+use crate::objective::{self, Term, TokenWeights, Tokens};
 use crate::rollout::Trajectory;
 
 /// Rows of one forward pass.
@@ -53,6 +53,26 @@ impl<'a> Micro<'a> {
             mask: join(&|input| input.weights.mask().to_kind(Kind::Uint8))?.to_kind(Kind::Bool),
             rows,
         })
+    }
+
+    /// Rows of any groups, each with the name of its group, with advantages and weights `[B, T]` that
+    /// were taken on the whole optimiser batch.
+    pub fn of_rows(
+        rows: Vec<&'a Trajectory>,
+        groups: Vec<&'a str>,
+        advantages: &Tensor,
+        weights: &TokenWeights,
+    ) -> Self {
+        let length = longest_response(&rows);
+        let cut = |tensor: Tensor| tensor.narrow(1, 0, length);
+        Self {
+            advantages: cut(advantages.shallow_clone()),
+            weights: cut(weights.per_token(Kind::Double)),
+            mask: cut(weights.mask().shallow_clone()),
+            has_task: true,
+            groups,
+            rows,
+        }
     }
 
     /// Some of the rows, in the order given.
@@ -110,6 +130,8 @@ pub(super) struct Upstream {
     /// `[n]`
     weights: Tensor,
     coefficients: (f64, f64),
+    /// `[3]`: the weighted sums of task, KL and entropy.
+    sums: Tensor,
 }
 
 impl Upstream {
@@ -168,6 +190,18 @@ impl Upstream {
 
         let weights = micro.weights.to_kind(kind).to_device(device);
         let of_slope = |slope: &Tensor| gather(&(slope * &weights));
+        let weighted = |values: &Tensor| {
+            objective::masked(&(values * &weights), &tokens.mask).sum(Kind::Double)
+        };
+        let none = Tensor::zeros([], (Kind::Double, device));
+        let sums = Tensor::f_stack(
+            &[
+                weighted(&task.value),
+                kl.as_ref().map_or(none, |kl: &Term| weighted(&kl.value)),
+                weighted(&entropy),
+            ],
+            0,
+        )?;
         let upstream = Self {
             task: micro.has_task().then(|| of_slope(&task.slope)),
             kl: kl.as_ref().map(|kl| of_slope(&kl.slope)),
@@ -177,6 +211,7 @@ impl Upstream {
             temperature: scorer.temperature,
             kind: logits.kind(),
             coefficients: (scorer.algorithm.kl_loss_coef(), scorer.algorithm.entropy_coef),
+            sums,
         };
         Ok((upstream, stats))
     }
@@ -214,6 +249,25 @@ impl Upstream {
                 self.logit_gradient(&(kl() * kl_coef), entropy.as_ref())
             }
         }
+    }
+
+    /// The gradient of the whole loss with respect to the logits `[n, V]`.
+    pub fn loss(&self) -> Result<Tensor> {
+        let (kl_coef, entropy_coef) = self.coefficients;
+        let mut slope =
+            self.task.as_ref().map_or_else(|| self.weights.zeros_like(), Tensor::shallow_clone);
+        if let Some(kl) = self.kl.as_ref().filter(|_| kl_coef != 0.0) {
+            slope += kl * kl_coef;
+        }
+        let entropy = (entropy_coef != 0.0).then(|| &self.weights * -entropy_coef);
+        self.logit_gradient(&slope, entropy.as_ref())
+    }
+
+    /// The weighted sums of the task term, the KL term and the entropy, each at coefficient 1; one
+    /// transfer from the device.
+    pub fn sums(&self) -> Result<[f64; 3]> {
+        let sums: Vec<f64> = Vec::try_from(&self.sums)?;
+        Ok([sums[0], sums[1], sums[2]])
     }
 
     fn logit_gradient(&self, slope: &Tensor, entropy_slope: Option<&Tensor>) -> Result<Tensor> {

@@ -181,14 +181,7 @@ impl Scorer<'_> {
         let batch = reference.batch_logits(trajectories)?;
         let log_probs = objective::log_probs(&batch.logits, self.temperature);
         let flat = objective::gather(&log_probs, &batch.actions)?.to_kind(like.kind());
-        let lengths: Vec<i64> = trajectories.iter().map(|row| row.content.len() as i64).collect();
-        let length = like.size()[1];
-        let rows: Vec<Tensor> = flat
-            .split_with_sizes(&lengths, 0)
-            .into_iter()
-            .map(|row| row.constant_pad_nd([0, length - row.size()[0]]))
-            .collect();
-        Ok(Some(Tensor::f_stack(&rows, 0)?))
+        pad_rows(&flat, trajectories, like.size()[1]).map(Some)
     }
 
     /// The log-probabilities `[T]` of a response under the policy that sampled and under the
@@ -276,6 +269,25 @@ pub(crate) fn padded<'a>(
         numbers.resize((row + 1) * length, 0.0);
     }
     Some(Tensor::from_slice(&numbers).reshape([-1, length as i64]))
+}
+
+/// A number for each position of the responses, one response after the other, as `[B, length]`; 0 where
+/// a row ends. Differentiable.
+///
+/// # Errors
+/// If libtorch fails.
+pub(crate) fn pad_rows(
+    flat: &Tensor,
+    trajectories: &[&Trajectory],
+    length: i64,
+) -> Result<Tensor> {
+    let lengths: Vec<i64> = trajectories.iter().map(|row| row.content.len() as i64).collect();
+    let rows = flat
+        .f_split_with_sizes(&lengths, 0)?
+        .into_iter()
+        .map(|row| row.f_constant_pad_nd([0, length - row.size()[0]]))
+        .collect::<std::result::Result<Vec<Tensor>, _>>()?;
+    Ok(Tensor::f_stack(&rows, 0)?)
 }
 
 /// The same, of the shape, dtype and device of `like`.
