@@ -36,8 +36,9 @@ unsafe extern "C" {
     fn gp_module_free(module: *mut RawModule);
     fn gp_module_set_training(module: *mut RawModule, training: c_int) -> *mut c_char;
     fn gp_module_is_training(module: *const RawModule) -> c_int;
-    fn gp_module_arguments(
+    fn gp_module_signature(
         module: *const RawModule,
+        method: *const c_char,
         context: *mut c_void,
         emit: EmitArgument,
     ) -> *mut c_char;
@@ -52,6 +53,15 @@ unsafe extern "C" {
         module: *mut RawModule,
         names: *const *const c_char,
         inputs: *const *mut C_tensor,
+        count: usize,
+        optimize: c_int,
+        context: *mut c_void,
+        emit: EmitTensor,
+    ) -> *mut c_char;
+    fn gp_module_forward_cached(
+        module: *mut RawModule,
+        inputs: *const *const C_tensor,
+        cache: *const *const C_tensor,
         count: usize,
         optimize: c_int,
         context: *mut c_void,
@@ -105,12 +115,24 @@ impl Module {
         unsafe { gp_module_is_training(self.raw.as_ptr()) != 0 }
     }
 
+    /// The arguments of forward.
     pub fn arguments(&self) -> Result<Vec<Argument>, String> {
+        let (arguments, _) =
+            self.signature("forward")?.ok_or("the module has no method named forward")?;
+        Ok(arguments)
+    }
+
+    /// The arguments of a method and the type of its result; none without such a method.
+    pub fn signature(&self, method: &str) -> Result<Option<(Vec<Argument>, String)>, String> {
+        let method = CString::new(method).map_err(|error| error.to_string())?;
         let mut arguments: Vec<Argument> = Vec::new();
         let context = (&raw mut arguments).cast();
-        // SAFETY: `collect_argument` takes the context for the vector it is, during the call only.
-        check(unsafe { gp_module_arguments(self.raw.as_ptr(), context, collect_argument) })?;
-        Ok(arguments)
+        // SAFETY: the string lives through the call; `collect_argument` takes the context for the
+        // vector it is, during the call only.
+        check(unsafe {
+            gp_module_signature(self.raw.as_ptr(), method.as_ptr(), context, collect_argument)
+        })?;
+        Ok(arguments.pop().map(|result| (arguments, result.type_name)))
     }
 
     /// Parameters with their dotted names; the same tensor comes once for every name it has.
@@ -175,6 +197,36 @@ impl Module {
             )
         })?;
         Ok(outputs)
+    }
+
+    /// Calls forward_cached with token ids, mask, positions and a cache; returns the logits and the
+    /// new cache. The module must have the method with the schema that `Policy::sample` documents.
+    pub fn forward_cached(
+        &self,
+        inputs: [&Tensor; 3],
+        cache: &[Tensor],
+        optimize: bool,
+    ) -> Result<(Tensor, Vec<Tensor>), String> {
+        let inputs = inputs.map(Tensor::as_ptr);
+        let seen: Vec<*const C_tensor> = cache.iter().map(Tensor::as_ptr).collect();
+        let mut outputs: Vec<(String, Tensor)> = Vec::new();
+        let context = (&raw mut outputs).cast();
+        // SAFETY: the tensors outlive the call, which copies their handles and reads three inputs and
+        // `seen.len()` of the cache; the context is the vector that `collect_tensor` expects.
+        check(unsafe {
+            gp_module_forward_cached(
+                self.raw.as_ptr(),
+                inputs.as_ptr(),
+                seen.as_ptr(),
+                seen.len(),
+                c_int::from(optimize),
+                context,
+                collect_tensor,
+            )
+        })?;
+        let mut tensors = outputs.into_iter().map(|(_, tensor)| tensor);
+        let logits = tensors.next().ok_or("it returned no tensor")?;
+        Ok((logits, tensors.collect()))
     }
 
     /// Writes the module as a file that `torch.jit.load` reads, front to back.

@@ -97,16 +97,20 @@ int gp_module_is_training(const Module* module) {
   return flag.isBool() && flag.toBool();
 }
 
-// The arguments of forward, self left out.
-char* gp_module_arguments(const Module* module, void* context, EmitArgument emit) {
+// The arguments of a method, self left out, and then its result, under an empty name; nothing if there
+// is no such method.
+char* gp_module_signature(const Module* module, const char* name, void* context, EmitArgument emit) {
   return guarded([&] {
-    auto method = module->find_method("forward");
-    TORCH_CHECK(method.has_value(), "the module has no method named forward");
-    const auto& arguments = method->function().getSchema().arguments();
+    auto method = module->find_method(name);
+    if (!method.has_value()) return;
+    const auto& schema = method->function().getSchema();
+    const auto& arguments = schema.arguments();
     for (size_t i = 1; i < arguments.size(); ++i) {
       emit(context, arguments[i].name().c_str(), arguments[i].type()->annotation_str().c_str(),
            arguments[i].default_value().has_value());
     }
+    const bool has_result = !schema.returns().empty();
+    emit(context, "", has_result ? schema.returns()[0].type()->annotation_str().c_str() : "None", 0);
   });
 }
 
@@ -149,6 +153,20 @@ char* gp_module_forward(Module* module, const char* const* names, at::Tensor* co
     torch::jit::Kwargs arguments;
     for (size_t i = 0; i < count; ++i) arguments.emplace(names[i], *inputs[i]);
     emit_tensors(module->forward({}, arguments), "", context, emit);
+  });
+}
+
+// Calls forward_cached, whose schema has been looked at: emits the logits, then the cache in order. The
+// executor is that of forward.
+char* gp_module_forward_cached(Module* module, const at::Tensor* const* inputs, const at::Tensor* const* cache,
+                               size_t count, int optimize, void* context, EmitTensor emit) {
+  return guarded([&] {
+    torch::jit::GraphOptimizerEnabledGuard guard(optimize != 0);
+    c10::List<at::Tensor> seen;
+    seen.reserve(count);
+    for (size_t i = 0; i < count; ++i) seen.push_back(*cache[i]);
+    emit_tensors(module->get_method("forward_cached")({*inputs[0], *inputs[1], *inputs[2], seen}), "",
+                 context, emit);
   });
 }
 

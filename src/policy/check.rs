@@ -138,12 +138,12 @@ fn judge_logits(first: &Tensor, second: &Tensor, trial: &mut Trial) -> bool {
     repeatable
 }
 
-fn largest_finite(logits: &Tensor) -> f64 {
+pub(super) fn largest_finite(logits: &Tensor) -> f64 {
     logits.masked_fill(&logits.isinf(), 0.0).abs().to_kind(Kind::Double).max().double_value(&[])
 }
 
 /// −∞ against −∞ is no difference.
-fn largest_difference(left: &Tensor, right: &Tensor) -> f64 {
+pub(super) fn largest_difference(left: &Tensor, right: &Tensor) -> f64 {
     let difference = (left - right).abs().masked_fill(&left.eq_tensor(right), 0.0);
     difference.to_kind(Kind::Double).max().double_value(&[])
 }

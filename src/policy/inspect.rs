@@ -7,6 +7,7 @@ use tch::Kind;
 
 use super::check::{self, Problem};
 use super::parameters::{self, Parameter};
+use super::sample::{self, CacheMethod};
 use super::signature::{self, Signature};
 use super::{PolicyKind, PolicyOptions};
 use crate::error::{Error, Result, without_backtrace};
@@ -22,6 +23,8 @@ pub struct Inspection {
     pub signature: Option<Signature>,
     /// The vocabulary size or number of actions, if forward could be called.
     pub choices: Option<i64>,
+    /// Whether it has a `forward_cached` that can be sampled with.
+    pub cache: bool,
     /// The distinct dtypes of the floating-point parameters.
     pub dtypes: Vec<Kind>,
     /// Buffers: their number and elements.
@@ -88,6 +91,13 @@ impl Inspection {
                 (signature::describe(&arguments), signature)
             }
         };
+        let cache = sample::find_cache(&module).map_err(internal)?;
+        if let CacheMethod::Other(found) = &cache {
+            problems.push(Problem::Warning(format!(
+                "its {found} is not used: a key-value cache takes {}",
+                sample::CACHED_SCHEMA
+            )));
+        }
         let mut choices = None;
         let can_try = options.kind == PolicyKind::CausalLm || options.observation_shape.is_some();
         if let (Some(signature), true) = (&signature, can_try) {
@@ -109,6 +119,7 @@ impl Inspection {
             forward,
             signature,
             choices,
+            cache: cache == CacheMethod::Usable,
             dtypes,
             buffers: (buffers.len(), buffers.iter().map(|(_, buffer)| buffer.numel()).sum()),
             saved_in_train_mode,

@@ -5,6 +5,7 @@ mod continuation;
 mod fit;
 mod inspect;
 mod parameters;
+mod sample;
 mod save;
 mod signature;
 
@@ -14,8 +15,10 @@ pub use inspect::dtype_name;
 pub use inspect::{Inspection, ParameterInfo};
 pub use parameters::Parameter;
 pub(crate) use parameters::unify;
+pub use sample::{Sample, SampleRequest, SamplingOptions, StopReason};
 pub use signature::{Inputs, Output, Role, Signature};
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 use regex::Regex;
@@ -137,6 +140,9 @@ pub struct Policy {
     parameters: Vec<Parameter>,
     kind: Kind,
     choices: i64,
+    has_cache: bool,
+    /// Whether the cache has been held to the plain forward.
+    cache_is_checked: Cell<bool>,
     warnings: Vec<String>,
 }
 
@@ -188,6 +194,8 @@ impl Policy {
             parameters: inspection.parameters,
             kind: inspection.dtypes.first().copied().unwrap_or(Kind::Float),
             choices,
+            has_cache: inspection.cache,
+            cache_is_checked: Cell::new(false),
             warnings,
         })
     }

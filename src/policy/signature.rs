@@ -60,6 +60,11 @@ pub struct Signature {
 
 /// `forward(input_ids: Tensor, use_cache: bool = ...)`
 pub(super) fn describe(arguments: &[Argument]) -> String {
+    format!("forward({})", list(arguments))
+}
+
+/// `input_ids: Tensor, use_cache: bool = ...`
+pub(super) fn list(arguments: &[Argument]) -> String {
     let arguments: Vec<String> = arguments
         .iter()
         .map(|argument| {
@@ -67,7 +72,7 @@ pub(super) fn describe(arguments: &[Argument]) -> String {
             format!("{}: {}{default}", argument.name, argument.type_name)
         })
         .collect();
-    format!("forward({})", arguments.join(", "))
+    arguments.join(", ")
 }
 
 /// Assigns roles to arguments, or says why that cannot be done.
