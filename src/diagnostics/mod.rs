@@ -8,6 +8,7 @@
 mod alarm;
 mod cross;
 mod diagnosis;
+mod examiner;
 mod history;
 mod metrics;
 mod prepare;
@@ -19,7 +20,8 @@ mod spans;
 
 pub use alarm::Cusum;
 pub use cross::{Cost, CrossPlan, ScoreOptions, Scored};
-pub use diagnosis::{Diagnosis, Observer};
+pub use diagnosis::Diagnosis;
+pub use examiner::{Examined, Examiner, Observer, Silent};
 pub use history::{Ema, Entry, History, JudgeOptions, Judgement, Measured, ema};
 pub use metrics::{CrossScores, Marginal, Metrics, TokenMetrics};
 pub use record::{ByMarginal, DiagnosisReport, RowRecord, StepRecord};

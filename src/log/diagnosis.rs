@@ -29,20 +29,31 @@ impl DiagnosisLog {
     /// # Errors
     /// If it cannot be written.
     pub fn step(&mut self, record: &StepRecord, history: &History) -> Result<()> {
-        let step = record.step;
-        for (name, value) in scalars(record) {
-            self.events.scalar(&format!("collapse/{name}"), step, value)?;
-        }
-        if !record.rows.is_empty() {
-            let matrix = Heatmap { rows: &record.rows };
-            self.events.image("collapse/scores", step, &matrix.draw())?;
-        }
-        if history.measured().next().is_some() {
-            let plane = Plane { history, baseline: record.judgement.baseline, low: self.low };
-            self.events.image("collapse/plane", step, &plane.draw())?;
-        }
-        self.events.flush()
+        write_diagnosis(&mut self.events, record, history, self.low)
     }
+}
+
+/// Writes a diagnosed step, the last of the history; `low` is the share of the baseline below which a
+/// number is low.
+pub(super) fn write_diagnosis(
+    events: &mut EventWriter,
+    record: &StepRecord,
+    history: &History,
+    low: f64,
+) -> Result<()> {
+    let step = record.step;
+    for (name, value) in scalars(record) {
+        events.scalar(&format!("collapse/{name}"), step, value)?;
+    }
+    if !record.rows.is_empty() {
+        let matrix = Heatmap { rows: &record.rows };
+        events.image("collapse/scores", step, &matrix.draw())?;
+    }
+    if history.measured().next().is_some() {
+        let plane = Plane { history, baseline: record.judgement.baseline, low };
+        events.image("collapse/plane", step, &plane.draw())?;
+    }
+    events.flush()
 }
 
 /// Every number of a step: metrics under the names by which they are written as JSON.

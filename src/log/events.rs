@@ -4,10 +4,10 @@
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use protobuf::{Message, RepeatedField};
-use tensorboard_proto::event::Event;
+use tensorboard_proto::event::{Event, SessionLog, SessionLog_SessionStatus};
 use tensorboard_proto::summary::{
     Summary, Summary_Image, Summary_Value, SummaryMetadata, SummaryMetadata_PluginData,
 };
@@ -36,15 +36,17 @@ impl EventWriter {
     /// # Errors
     /// If it cannot be written.
     pub fn create(directory: &Path) -> Result<Self> {
-        let seconds = since_epoch() as u64;
         let process = std::process::id();
-        let mut attempt = 0;
         let (path, file) = loop {
-            let name = format!("events.out.tfevents.{seconds}.gradprism.{process}.{attempt}");
+            // TensorBoard reads the files of a folder in the order of their names.
+            let now = since_epoch();
+            let (seconds, nanoseconds) = (now.as_secs(), now.subsec_nanos());
+            let name =
+                format!("events.out.tfevents.{seconds}.{nanoseconds:09}.gradprism.{process}");
             let path = directory.join(name);
             match File::create_new(&path) {
                 Ok(file) => break (path, file),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => attempt += 1,
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(Error::io("write", &path)(error)),
             }
         };
@@ -52,6 +54,22 @@ impl EventWriter {
         let mut version = Event::new();
         version.set_file_version("brain.Event:2".into());
         events.write(version)?;
+        Ok(events)
+    }
+
+    /// Makes a new event file for a run that goes on at a step: what earlier files of the folder hold of
+    /// this step and after, TensorBoard then leaves out.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn resume(directory: &Path, step: i64) -> Result<Self> {
+        let mut events = Self::create(directory)?;
+        let mut session = SessionLog::new();
+        session.set_status(SessionLog_SessionStatus::START);
+        let mut start = Event::new();
+        start.set_step(step);
+        start.set_session_log(session);
+        events.write(start)?;
         Ok(events)
     }
 
@@ -168,7 +186,7 @@ impl EventWriter {
     }
 
     fn write(&mut self, mut event: Event) -> Result<()> {
-        event.set_wall_time(since_epoch());
+        event.set_wall_time(since_epoch().as_secs_f64());
         let bytes = event
             .write_to_bytes()
             .map_err(|error| Error::io("write", &self.path)(std::io::Error::other(error)))?;
@@ -176,6 +194,6 @@ impl EventWriter {
     }
 }
 
-fn since_epoch() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |elapsed| elapsed.as_secs_f64())
+fn since_epoch() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -25,43 +25,47 @@ impl StudyLog {
     /// # Errors
     /// If it cannot be written.
     pub fn step(&mut self, record: &BatchRecord) -> Result<()> {
-        let step = record.step;
-        for (tag, value) in scalars(record) {
-            self.events.scalar(&tag, step, value)?;
+        for (tag, value) in batch_scalars(record) {
+            self.events.scalar(tag, record.step, value)?;
         }
-        let of = |value: fn(&crate::study::GroupRecord) -> f64| {
-            record.groups.iter().map(value).collect::<Vec<f64>>()
-        };
-        self.events.histogram("snr/histogram", step, &of(|group| group.split.snr))?;
-        self.events.histogram(
-            "reward/variance_histogram",
-            step,
-            &of(|group| group.reward_variance),
-        )?;
-        let marks: Vec<Mark> = record
-            .groups
-            .iter()
-            .map(|group| Mark {
-                x: group.reward_variance,
-                y: group.split.snr,
-                strong: group.split.signal_p.is_some_and(|p| p <= SIGNIFICANT),
-                filled: group.kept,
-            })
-            .collect();
-        let picture = Scatter {
-            title: "Signal-to-noise ratio by reward variance",
-            legend: "red: significant signal (p <= 0.05)   filled: kept by the filter",
-            x_label: "reward variance",
-            y_label: "SNR",
-            marks: &marks,
-        };
-        self.events.image("snr/by_reward_variance", step, &picture.draw())?;
-        self.events.flush()
+        write_split(&mut self.events, record)
     }
 }
 
-/// Every scalar of a step under its tag.
-fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
+/// Writes the split of a batch's gradients: numbers, histograms and a picture.
+pub(super) fn write_split(events: &mut EventWriter, record: &BatchRecord) -> Result<()> {
+    let step = record.step;
+    for (tag, value) in split_scalars(record) {
+        events.scalar(&tag, step, value)?;
+    }
+    let of = |value: fn(&crate::study::GroupRecord) -> f64| {
+        record.groups.iter().map(value).collect::<Vec<f64>>()
+    };
+    events.histogram("snr/histogram", step, &of(|group| group.split.snr))?;
+    events.histogram("reward/variance_histogram", step, &of(|group| group.reward_variance))?;
+    let marks: Vec<Mark> = record
+        .groups
+        .iter()
+        .map(|group| Mark {
+            x: group.reward_variance,
+            y: group.split.snr,
+            strong: group.split.signal_p.is_some_and(|p| p <= SIGNIFICANT),
+            filled: group.kept,
+        })
+        .collect();
+    let picture = Scatter {
+        title: "Signal-to-noise ratio by reward variance",
+        legend: "red: significant signal (p <= 0.05)   filled: kept by the filter",
+        x_label: "reward variance",
+        y_label: "SNR",
+        marks: &marks,
+    };
+    events.image("snr/by_reward_variance", step, &picture.draw())?;
+    events.flush()
+}
+
+/// The numbers of the split under their tags.
+fn split_scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
     let mut scalars: Vec<(String, Option<f64>)> = Vec::new();
     let mut put = |tag: &str, value: Option<f64>| scalars.push((tag.to_owned(), value));
     put("snr/mean", record.snr_mean);
@@ -106,21 +110,26 @@ fn scalars(record: &BatchRecord) -> Vec<(String, Option<f64>)> {
         put(&format!("{prefix}/snr_mean"), Some(bucket.snr_mean));
         put(&format!("{prefix}/reward_variance_max"), Some(bucket.reward_variance_max));
     }
-    for (tag, value) in super::filter::scalars(&record.kept) {
-        put(tag, value);
-    }
-    put("reward/mean", Some(record.reward_mean));
-    put("reward/variance_mean", Some(record.reward_variance_mean));
-    put("reward/all_zero_share", Some(record.all_zero_share));
-    put("reward/all_equal_share", Some(record.all_equal_share));
-    put("loss/entropy", Some(record.entropy_mean));
-    put("loss/kl", record.kl_mean);
-    put("loss/approx_kl", Some(record.ratio.approx_kl));
-    put("loss/clip_fraction", Some(record.ratio.clip_fraction));
-    put("loss/ratio_mean", Some(record.ratio.mean));
-    put("loss/ratio_max", Some(record.ratio.max));
-    put("loss/effective_sample_size", Some(record.ratio.effective_sample_size));
-    put("perf/length_mean", Some(record.length_mean));
-    put("perf/tokens", Some(record.tokens as f64));
+    scalars
+}
+
+/// What is known of a batch beside the split, under its tags.
+fn batch_scalars(record: &BatchRecord) -> Vec<(&'static str, Option<f64>)> {
+    let mut scalars = super::filter::scalars(&record.kept).to_vec();
+    scalars.extend([
+        ("reward/mean", Some(record.reward_mean)),
+        ("reward/variance_mean", Some(record.reward_variance_mean)),
+        ("reward/all_zero_share", Some(record.all_zero_share)),
+        ("reward/all_equal_share", Some(record.all_equal_share)),
+        ("loss/entropy", Some(record.entropy_mean)),
+        ("loss/kl", record.kl_mean),
+        ("loss/approx_kl", Some(record.ratio.approx_kl)),
+        ("loss/clip_fraction", Some(record.ratio.clip_fraction)),
+        ("loss/ratio_mean", Some(record.ratio.mean)),
+        ("loss/ratio_max", Some(record.ratio.max)),
+        ("loss/effective_sample_size", Some(record.ratio.effective_sample_size)),
+        ("perf/length_mean", Some(record.length_mean)),
+        ("perf/tokens", Some(record.tokens as f64)),
+    ]);
     scalars
 }

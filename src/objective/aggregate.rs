@@ -1,7 +1,7 @@
 //! From per-token losses to one number, with denominators that belong to the whole optimiser batch.
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{expect_shape, precise};
 use crate::error::{Error, Result};
@@ -102,6 +102,19 @@ impl TokenWeights {
             row_weights: self.row_weights.narrow(0, start, count),
             mask: self.mask.narrow(0, start, count).narrow(1, 0, tokens),
         }
+    }
+
+    /// The weights of chosen rows, `[k]` int64, for losses padded to `tokens` columns only.
+    pub fn select(&self, rows: &Tensor, tokens: i64) -> Self {
+        Self {
+            row_weights: self.row_weights.index_select(0, rows),
+            mask: self.mask.index_select(0, rows).narrow(1, 0, tokens),
+        }
+    }
+
+    /// The same on a device.
+    pub fn to_device(&self, device: Device) -> Self {
+        Self { row_weights: self.row_weights.to_device(device), mask: self.mask.to_device(device) }
     }
 
     /// `[b]`, the weight of one sampled token of each row.

@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::advantage::{GRPO_EPSILON, GroupIndex, discounted_returns, gae, on_last_token, whiten};
+use super::advantage::{
+    Estimates, GRPO_EPSILON, GroupIndex, discounted_returns, gae, on_last_token, whiten,
+};
 use super::{
     AdvantageEstimator, Aggregation, ImportanceCorrection, KlEstimator, KlGradient, KlPenalty,
     Surrogate, SurrogateForm, Term, Tokens, masked,
@@ -151,6 +153,16 @@ pub struct Rewards<'a> {
     pub groups: &'a GroupIndex,
 }
 
+impl Rewards<'_> {
+    /// `[B, T]`
+    fn by_token(&self) -> Result<Tensor> {
+        match self.token_rewards {
+            Some(rewards) => Ok(rewards.shallow_clone()),
+            None => on_last_token(self.rewards, self.mask),
+        }
+    }
+}
+
 impl Algorithm {
     /// The advantages `[B, T]` of a whole batch, 0 outside the mask.
     ///
@@ -170,21 +182,31 @@ impl Algorithm {
     }
 
     fn token_advantages(&self, batch: &Rewards) -> Result<Tensor> {
-        let rewards = match batch.token_rewards {
-            Some(rewards) => rewards.shallow_clone(),
-            None => on_last_token(batch.rewards, batch.mask)?,
-        };
         let raw = if self.advantage == AdvantageEstimator::Gae {
-            let values = batch.values.ok_or_else(|| Error::Argument {
-                argument: "values",
-                expected: "a value estimate for every token, since the advantage is GAE".into(),
-                found: "none".into(),
-            })?;
-            gae(&rewards, values, batch.mask, self.gamma, self.lam)?.advantages
+            self.gae(batch)?.advantages
         } else {
-            discounted_returns(&rewards, batch.mask, self.gamma)?
+            discounted_returns(&batch.by_token()?, batch.mask, self.gamma)?
         };
         whiten(&raw, batch.mask)
+    }
+
+    fn gae(&self, batch: &Rewards) -> Result<Estimates> {
+        let values = batch.values.ok_or_else(|| Error::Argument {
+            argument: "values",
+            expected: "a value estimate for every token, since the advantage is GAE".into(),
+            found: "none".into(),
+        })?;
+        gae(&batch.by_token()?, values, batch.mask, self.gamma, self.lam)
+    }
+
+    /// The returns `[B, T]` that a value function is fitted to, 0 outside the mask; none unless the
+    /// advantage is GAE.
+    ///
+    /// # Errors
+    /// As [`advantages`](Self::advantages).
+    pub fn returns(&self, batch: &Rewards) -> Result<Option<Tensor>> {
+        let is_gae = self.advantage == AdvantageEstimator::Gae;
+        is_gae.then(|| Ok(self.gae(batch)?.returns)).transpose()
     }
 
     /// The task term of masked tokens, weighted by the importance correction where there is one.

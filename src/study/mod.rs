@@ -6,28 +6,29 @@ mod record;
 mod step;
 
 pub(crate) use plan::{Policies, check_steps, plan};
-pub use prepare::PreparedBatch;
+pub use prepare::{PreparedBatch, SelectedRows};
 pub use record::SIGNIFICANT;
 pub use record::{
     BatchRecord, BucketRecord, GroupRecord, ParameterRecord, PolicyRecord, RatioRecord, StudyReport,
 };
-
-use step::Step;
+pub use step::Decomposer;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use tch::Device;
 
-use crate::config::{Config, EngineName, OldLogprobs};
+use crate::config::{Config, OldLogprobs};
 use crate::error::{Error, Result};
-use crate::gradient::{BatchedEngine, Engine, PlainEngine};
 use crate::objective::{AdvantageEstimator, Algorithm, KlEstimator, KlGradient};
 use crate::policy::{Policy, PolicyOptions};
 use crate::rollout::{self, Batch, Rollouts};
 
 /// Beyond this mean |log-ratio| the stored log-probabilities seem to come from another policy.
 pub(crate) const FOREIGN_LOG_RATIO: f64 = 0.1;
+
+/// What a KL term of k1 with its own gradient is worth.
+pub(crate) const K1_WARNING: &str = "KL k1 with its own gradient ignores the reference policy: its derivative is 1 everywhere; use k2, k3 or gradient: k2";
 
 /// Looks on while a study runs.
 pub trait Observer {
@@ -150,9 +151,7 @@ impl Study {
             && self.algorithm.kl.gradient == KlGradient::Own
             && self.algorithm.kl_loss_coef() > 0.0
         {
-            self.warnings.push(
-                "KL k1 with its own gradient ignores the reference policy: its derivative is 1 everywhere; use k2, k3 or gradient: k2".into(),
-            );
+            self.warnings.push(K1_WARNING.into());
         }
         Ok(())
     }
@@ -223,20 +222,11 @@ impl Study {
         Ok(report)
     }
 
-    fn engine(&self) -> Box<dyn Engine> {
-        let decomposition = &self.config.decomposition;
-        let plain =
-            PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
-        let sketch = decomposition.sketch_dimensions;
-        match decomposition.engine {
-            EngineName::Loop => Box::new(plain),
-            name => Box::new(BatchedEngine::new(
-                plain,
-                decomposition.token_budget,
-                name != EngineName::Auto,
-                decomposition.seed,
-                (name == EngineName::Sketch).then_some(sketch),
-            )),
+    fn decomposer(&self) -> Decomposer<'_> {
+        Decomposer {
+            config: &self.config,
+            algorithm: &self.algorithm,
+            reference: self.reference.as_ref(),
         }
     }
 
@@ -246,9 +236,15 @@ impl Study {
         index: usize,
         observer: &mut dyn Observer,
     ) -> Result<BatchRecord> {
-        let step = Step::new(self, policy, index)?;
-        let mut record = step.run(self.engine().as_mut(), observer)?;
-        self.judge(&mut record, &self.rollouts.batches[self.plan[index].0]);
+        let batch = &self.rollouts.batches[self.plan[index].0];
+        let decomposer = self.decomposer();
+        let prepared = decomposer.prepare(policy, batch)?;
+        // Several checkpoints on rollouts without steps are told apart by their place in the list.
+        let step = batch.step.or((self.plan.len() > 1).then_some(index as i64));
+        let mut engine = decomposer.engine();
+        let mut record =
+            decomposer.step(policy, batch, &prepared, step, engine.as_mut(), observer)?;
+        self.judge(&mut record, batch);
         Ok(record)
     }
 

@@ -16,6 +16,8 @@ use crate::rollout::{Batch, Group, Trajectory};
 pub struct PreparedBatch {
     /// `[B, T]` float64, rows group by group.
     pub advantages: Tensor,
+    /// `[B, T]` float64, what a value function is fitted to; none unless the advantage is GAE.
+    pub returns: Option<Tensor>,
     /// Each group's share ω of the batch loss.
     pub shares: Vec<f64>,
     /// The unbiased variance of each group's rewards; exactly 0 if they are equal.
@@ -94,13 +96,14 @@ impl PreparedBatch {
                 (paid.sum_dim_intlist(1, false, paid.kind()), Some(paid))
             }
         };
-        let advantages = algorithm.advantages(&Rewards {
+        let rewards = Rewards {
             rewards: &paid,
             token_rewards: token_rewards.as_ref(),
             values: values.as_ref(),
             mask: &mask,
             groups: &groups,
-        })?;
+        };
+        let advantages = algorithm.advantages(&rewards)?;
 
         let mut starts = Vec::with_capacity(batch.groups.len());
         let mut next = 0;
@@ -118,6 +121,7 @@ impl PreparedBatch {
         }
         let whole = batch.counts();
         Ok(Self {
+            returns: algorithm.returns(&rewards)?,
             advantages,
             shares: batch
                 .groups
@@ -128,6 +132,27 @@ impl PreparedBatch {
             starts,
             sizes: batch.groups.iter().map(|group| group.trajectories.len() as i64).collect(),
         })
+    }
+
+    /// The rows of some groups, one group after the other.
+    pub fn select<'a>(&self, batch: &'a Batch, groups: &[usize]) -> SelectedRows<'a> {
+        let chosen = || groups.iter().map(|group| &batch.groups[*group]);
+        let rows: Vec<&Trajectory> = chosen().flat_map(|group| &group.trajectories).collect();
+        let index: Vec<i64> = groups
+            .iter()
+            .flat_map(|group| self.starts[*group]..self.starts[*group] + self.sizes[*group])
+            .collect();
+        let index = Tensor::from_slice(&index);
+        let length = self.advantages.size()[1] as usize;
+        SelectedRows {
+            groups: chosen()
+                .flat_map(|group| group.trajectories.iter().map(|_| group.id.as_str()))
+                .collect(),
+            advantages: self.advantages.index_select(0, &index),
+            returns: self.returns.as_ref().map(|returns| returns.index_select(0, &index)),
+            mask: padded_mask(&rows, length),
+            rows,
+        }
     }
 
     /// Whether any advantage of each group is other than 0.
@@ -173,6 +198,21 @@ impl PreparedBatch {
             weights: TokenWeights::new(algorithm.aggregation, algorithm.norm_length, &mask)?,
         })
     }
+}
+
+/// Rows of a prepared batch with what was computed of them.
+#[derive(Debug)]
+pub struct SelectedRows<'a> {
+    /// The rows.
+    pub rows: Vec<&'a Trajectory>,
+    /// The name of each row's group.
+    pub groups: Vec<&'a str>,
+    /// `[b, T]` float64.
+    pub advantages: Tensor,
+    /// `[b, T]` float64, if the advantage is GAE.
+    pub returns: Option<Tensor>,
+    /// `[b, T]` bool, true on sampled tokens.
+    pub mask: Tensor,
 }
 
 fn longest(rows: &[&Trajectory]) -> usize {

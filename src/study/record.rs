@@ -6,7 +6,7 @@ use tch::Device;
 
 use super::prepare::PreparedBatch;
 use crate::error::Result;
-use crate::filter::{KeptRecord, Scores, StepFilter};
+use crate::filter::{KeptRecord, Scores, StepFilter, Verdict};
 use crate::gradient::{
     BatchSignal, ComponentNorms, GroupResult, RowStats, Split, mean, median, spearman,
 };
@@ -185,6 +185,25 @@ pub struct RatioRecord {
     pub clip_fraction: f64,
     /// (Σ r)²/(n Σ r²): the share of the tokens that the weights leave effective.
     pub effective_sample_size: f64,
+}
+
+impl RatioRecord {
+    /// From the sums over all rows.
+    pub fn of(stats: &RowStats) -> Self {
+        let per_token = |sum: f64| sum / stats.tokens.max(1.0);
+        Self {
+            mean: per_token(stats.ratio),
+            max: stats.ratio_max,
+            mean_abs_log_ratio: per_token(stats.log_ratio_abs),
+            approx_kl: per_token(stats.approx_kl),
+            clip_fraction: per_token(stats.clipped),
+            effective_sample_size: if stats.ratio_sq > 0.0 {
+                stats.ratio.powi(2) / (stats.tokens * stats.ratio_sq)
+            } else {
+                0.0
+            },
+        }
+    }
 }
 
 /// A bucket of reward variance.
@@ -371,18 +390,7 @@ impl BatchRecord {
             spearman_rv_signal: spearman(&variances, &of(|group| group.split.signal_sq)),
             task_coherence: None,
             reg_coherence: None,
-            ratio: RatioRecord {
-                mean: per_token(stats.ratio),
-                max: stats.ratio_max,
-                mean_abs_log_ratio: per_token(stats.log_ratio_abs),
-                approx_kl: per_token(stats.approx_kl),
-                clip_fraction: per_token(stats.clipped),
-                effective_sample_size: if stats.ratio_sq > 0.0 {
-                    stats.ratio.powi(2) / (stats.tokens * stats.ratio_sq)
-                } else {
-                    0.0
-                },
-            },
+            ratio: RatioRecord::of(stats),
             entropy_mean: per_token(stats.entropy),
             kl_mean: has_kl.then(|| per_token(stats.kl)),
             kept: KeptRecord::default(),
@@ -402,10 +410,15 @@ impl BatchRecord {
         if kept.groups == 0 {
             self.warnings.push(format!("step {}: the filter keeps no group", self.step));
         }
+        self.mark(&verdicts, kept);
+        Ok(())
+    }
+
+    /// Marks what a filter decided, a verdict a group.
+    pub(crate) fn mark(&mut self, verdicts: &[Verdict], kept: KeptRecord) {
         for (group, verdict) in self.groups.iter_mut().zip(verdicts) {
             group.kept = verdict.kept;
         }
         self.kept = kept;
-        Ok(())
     }
 }

@@ -1,28 +1,122 @@
-//! One step of a study: its groups, a few at a time, to the record of a batch.
+//! One step: the groups of a batch, a few at a time, to the record of the batch.
 
+use super::Observer;
 use super::{BatchRecord, BucketRecord, GroupRecord, ParameterRecord, PreparedBatch};
-use super::{Observer, Study};
-use crate::config::OldLogprobs;
+use crate::config::{Config, EngineName, OldLogprobs};
 use crate::error::{Error, Result};
 use crate::gradient::{
-    Coefficients, Coherence, ComponentSums, Debias, Engine, GroupInput, GroupProducts, PackResult,
-    RowStats, Scorer, Split, split,
+    BatchedEngine, Coefficients, Coherence, ComponentSums, Debias, Engine, GroupInput,
+    GroupProducts, PackResult, PlainEngine, RowStats, Scorer, Split, split,
 };
-use crate::objective::{AdvantageEstimator, Aggregation, KlPlacement};
+use crate::objective::{AdvantageEstimator, Aggregation, Algorithm, KlPlacement};
 use crate::policy::Policy;
 use crate::rollout::Batch;
 
 /// `debias` holds at ratio 1; log-probabilities of another program differ by rounding.
 const ON_POLICY_LOG_RATIO: f64 = 0.02;
 
+/// What batches are decomposed with.
+#[derive(Clone, Copy)]
+pub struct Decomposer<'a> {
+    /// A resolved configuration: of interest are `policy.temperature`, `rollouts.old_logprobs` and
+    /// `decomposition`.
+    pub config: &'a Config,
+    /// The loss.
+    pub algorithm: &'a Algorithm,
+    /// The reference policy; if there is one it wins over the log-probabilities of the trajectories.
+    pub reference: Option<&'a Policy>,
+}
+
+impl<'a> Decomposer<'a> {
+    /// The engine that the configuration asks for. It remembers what it has checked of a policy, so that
+    /// one engine should be kept over steps.
+    pub fn engine(&self) -> Box<dyn Engine> {
+        let decomposition = &self.config.decomposition;
+        let plain =
+            PlainEngine { by_parameter: decomposition.by_parameter, scores: decomposition.bound };
+        let sketch = decomposition.sketch_dimensions;
+        match decomposition.engine {
+            EngineName::Loop => Box::new(plain),
+            name => Box::new(BatchedEngine::new(
+                plain,
+                decomposition.token_budget,
+                name != EngineName::Auto,
+                decomposition.seed,
+                (name == EngineName::Sketch).then_some(sketch),
+            )),
+        }
+    }
+
+    /// How the trajectories are scored under a policy.
+    pub fn scorer<'s>(&'s self, policy: &'s Policy) -> Scorer<'s> {
+        Scorer {
+            policy,
+            reference: self.reference,
+            algorithm: self.algorithm,
+            temperature: self.config.policy.temperature,
+            recompute_old: self.config.rollouts.old_logprobs == OldLogprobs::Recompute,
+            components: self.config.decomposition.components,
+        }
+    }
+
+    /// Advantages and shares of a batch, taken once.
+    ///
+    /// # Errors
+    /// If the algorithm needs something that the trajectories lack, or libtorch fails.
+    pub fn prepare(&self, policy: &Policy, batch: &Batch) -> Result<PreparedBatch> {
+        match self.algorithm.kl_placement {
+            KlPlacement::Reward if self.algorithm.kl.coef > 0.0 => {
+                PreparedBatch::with_kl_in_reward(&self.scorer(policy), batch)
+            }
+            _ => PreparedBatch::new(self.algorithm, batch),
+        }
+    }
+
+    /// Splits the gradient of every group of a batch under a policy, unless the observer asks to stop.
+    /// `step` is the name of the batch in the record.
+    ///
+    /// # Errors
+    /// If libtorch fails, or a loss or a gradient is not finite.
+    pub fn step(
+        &self,
+        policy: &Policy,
+        batch: &Batch,
+        prepared: &PreparedBatch,
+        step: Option<i64>,
+        engine: &mut dyn Engine,
+        observer: &mut dyn Observer,
+    ) -> Result<BatchRecord> {
+        let algorithm = self.algorithm;
+        let work = Step {
+            config: self.config,
+            policy,
+            batch,
+            scorer: self.scorer(policy),
+            prepared,
+            named_step: step,
+            coefficients: Coefficients {
+                kl: algorithm.kl_loss_coef(),
+                entropy: algorithm.entropy_coef,
+            },
+            debias: self.config.decomposition.debias.then_some(Debias {
+                leave_one_out: algorithm.advantage == AdvantageEstimator::Rloo,
+                norm_length: match algorithm.aggregation {
+                    Aggregation::SeqMeanTokenSumNorm => algorithm.norm_length.unwrap_or(1.0),
+                    _ => 1.0,
+                },
+            }),
+        };
+        work.run(engine, observer)
+    }
+}
+
 /// What a step works with.
-pub(super) struct Step<'a> {
-    study: &'a Study,
+struct Step<'a> {
+    config: &'a Config,
     policy: &'a Policy,
     batch: &'a Batch,
     scorer: Scorer<'a>,
-    prepared: PreparedBatch,
-    /// Several checkpoints on rollouts without steps are told apart by their place in the list.
+    prepared: &'a PreparedBatch,
     named_step: Option<i64>,
     coefficients: Coefficients,
     debias: Option<Debias>,
@@ -39,50 +133,11 @@ struct Totals {
     buckets: Vec<BucketRecord>,
 }
 
-impl<'a> Step<'a> {
-    pub fn new(study: &'a Study, policy: &'a Policy, index: usize) -> Result<Self> {
-        let batch = &study.rollouts.batches[study.plan[index].0];
-        let algorithm = &study.algorithm;
-        let scorer = Scorer {
-            policy,
-            reference: study.reference.as_ref(),
-            algorithm,
-            temperature: study.config.policy.temperature,
-            recompute_old: study.config.rollouts.old_logprobs == OldLogprobs::Recompute,
-            components: study.config.decomposition.components,
-        };
-        let prepared = match algorithm.kl_placement {
-            KlPlacement::Reward if algorithm.kl.coef > 0.0 => {
-                PreparedBatch::with_kl_in_reward(&scorer, batch)?
-            }
-            _ => PreparedBatch::new(algorithm, batch)?,
-        };
-        let debias = study.config.decomposition.debias.then_some(Debias {
-            leave_one_out: algorithm.advantage == AdvantageEstimator::Rloo,
-            norm_length: match algorithm.aggregation {
-                Aggregation::SeqMeanTokenSumNorm => algorithm.norm_length.unwrap_or(1.0),
-                _ => 1.0,
-            },
-        });
-        Ok(Self {
-            study,
-            policy,
-            batch,
-            scorer,
-            prepared,
-            named_step: batch.step.or((study.plan.len() > 1).then_some(index as i64)),
-            coefficients: Coefficients {
-                kl: algorithm.kl_loss_coef(),
-                entropy: algorithm.entropy_coef,
-            },
-            debias,
-        })
-    }
-
+impl Step<'_> {
     /// Takes every group, unless the observer asks to stop.
-    pub fn run(&self, engine: &mut dyn Engine, observer: &mut dyn Observer) -> Result<BatchRecord> {
+    fn run(&self, engine: &mut dyn Engine, observer: &mut dyn Observer) -> Result<BatchRecord> {
         let groups = &self.batch.groups;
-        let buckets = self.study.config.buckets();
+        let buckets = self.config.buckets();
         let assigned = buckets.as_ref().map_or_else(
             || vec![0; groups.len()],
             |buckets| buckets.assign(&self.prepared.reward_variances),
@@ -139,7 +194,7 @@ impl<'a> Step<'a> {
             rest = others;
             let inputs = pack
                 .iter()
-                .map(|group| self.prepared.group_input(&self.study.algorithm, self.batch, *group))
+                .map(|group| self.prepared.group_input(self.scorer.algorithm, self.batch, *group))
                 .collect::<Result<Vec<GroupInput>>>()?;
             let result = engine
                 .groups(&self.scorer, &inputs, &mut || observer.trajectory())
@@ -172,11 +227,11 @@ impl<'a> Step<'a> {
             if self.debias.is_some() {
                 check_on_policy(&stats, &input.group.id)?;
             }
-            let (prepared, step) = (&self.prepared, self.named_step);
+            let (prepared, step) = (self.prepared, self.named_step);
             let mut record =
                 GroupRecord::new(step, prepared, index, input.group, &split, &group.stats);
-            if self.study.config.decomposition.bound {
-                record.set_bound(&self.study.algorithm, prepared, index, group);
+            if self.config.decomposition.bound {
+                record.set_bound(self.scorer.algorithm, prepared, index, group);
             }
             if !group.by_parameter.is_empty() {
                 let parameters = self.policy.trainable().zip(&group.by_parameter);
@@ -194,7 +249,7 @@ impl<'a> Step<'a> {
     }
 
     fn split(&self, products: &GroupProducts, group: usize) -> Split {
-        let seed = self.study.config.decomposition.seed.wrapping_add(group as u64);
+        let seed = self.config.decomposition.seed.wrapping_add(group as u64);
         split(products, self.coefficients, self.debias, seed)
     }
 
