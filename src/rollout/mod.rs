@@ -4,10 +4,13 @@ mod copy;
 mod line;
 mod reader;
 mod text;
+mod write;
 
 pub use copy::copy_lines;
 pub(crate) use reader::open;
 pub use reader::{OnProblem, ReadOptions, read};
+pub(crate) use text::TextTokenizer;
+pub use write::RolloutLine;
 
 use crate::objective::Counts;
 
@@ -146,6 +149,11 @@ impl Batch {
     /// All trajectories, group by group.
     pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
         self.groups.iter().flat_map(|group| &group.trajectories)
+    }
+
+    /// The same, to be filled in.
+    pub fn trajectories_mut(&mut self) -> impl Iterator<Item = &mut Trajectory> {
+        self.groups.iter_mut().flat_map(|group| &mut group.trajectories)
     }
 }
 

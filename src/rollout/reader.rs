@@ -50,7 +50,11 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Rollouts> {
     let mut reader = Reader {
         path,
         options,
-        tokenizer: options.tokenizer.as_deref().map(TextTokenizer::load).transpose()?,
+        tokenizer: options
+            .tokenizer
+            .as_deref()
+            .map(|path| TextTokenizer::load(path, "rollouts.tokenizer"))
+            .transpose()?,
         line: 0,
         groups: Vec::new(),
         index: HashMap::new(),
