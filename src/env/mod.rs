@@ -127,6 +127,16 @@ impl Seed {
         self.generator(1)
     }
 
+    /// Draws the tokens of the policy: a stream of its own for every task, visit and trajectory.
+    pub fn sampling_generator(&self) -> ChaCha8Rng {
+        self.generator(2)
+    }
+
+    /// Draws an order of things.
+    pub(crate) fn order_generator(&self) -> ChaCha8Rng {
+        self.generator(3)
+    }
+
     /// The numbers are the key itself; no two seeds share a stream.
     fn generator(&self, purpose: u64) -> ChaCha8Rng {
         let mut key = [0; 32];

@@ -97,21 +97,26 @@ impl<'a> Micro<'a> {
         self.has_task
     }
 
-    /// Chunks of rows of at most `budget` padded tokens, alike in length: the largest of as many
-    /// rows as fit, shortest first.
+    /// Chunks of its rows, as [`length_chunks`].
     pub fn chunks(&self, budget: usize) -> Vec<Vec<usize>> {
-        let tokens = |row: &usize| self.rows[*row].forward_tokens();
-        let mut order: Vec<usize> = (0..self.rows.len()).collect();
-        order.sort_by_key(tokens);
-        let mut chunks: Vec<Vec<usize>> = Vec::new();
-        for row in order {
-            match chunks.last_mut() {
-                Some(chunk) if (chunk.len() + 1) * tokens(&row) <= budget => chunk.push(row),
-                _ => chunks.push(vec![row]),
-            }
-        }
-        chunks
+        length_chunks(&self.rows, budget)
     }
+}
+
+/// Chunks of rows of at most `budget` padded tokens, alike in length: the largest of as many rows as
+/// fit, shortest first.
+pub(crate) fn length_chunks(rows: &[&Trajectory], budget: usize) -> Vec<Vec<usize>> {
+    let tokens = |row: &usize| rows[*row].forward_tokens();
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by_key(tokens);
+    let mut chunks: Vec<Vec<usize>> = Vec::new();
+    for row in order {
+        match chunks.last_mut() {
+            Some(chunk) if (chunk.len() + 1) * tokens(&row) <= budget => chunk.push(row),
+            _ => chunks.push(vec![row]),
+        }
+    }
+    chunks
 }
 
 fn longest_response(rows: &[&Trajectory]) -> i64 {

@@ -276,11 +276,7 @@ pub(crate) fn padded<'a>(
 ///
 /// # Errors
 /// If libtorch fails.
-pub(crate) fn pad_rows(
-    flat: &Tensor,
-    trajectories: &[&Trajectory],
-    length: i64,
-) -> Result<Tensor> {
+pub(crate) fn pad_rows(flat: &Tensor, trajectories: &[&Trajectory], length: i64) -> Result<Tensor> {
     let lengths: Vec<i64> = trajectories.iter().map(|row| row.content.len() as i64).collect();
     let rows = flat
         .f_split_with_sizes(&lengths, 0)?

@@ -43,6 +43,31 @@ impl Policy {
     }
 }
 
+impl Policy {
+    /// Takes over the weights of another policy of the same parameters, on its own device and in its own
+    /// dtype. Buffers stay as they are.
+    ///
+    /// # Errors
+    /// If the names or shapes of the parameters differ; nothing is changed then.
+    pub fn copy_weights(&mut self, other: &Self) -> Result<()> {
+        let pairs = || self.parameters.iter().zip(&other.parameters);
+        let is_alike = self.parameters.len() == other.parameters.len()
+            && pairs()
+                .all(|(own, new)| own.names == new.names && own.tensor.size() == new.tensor.size());
+        if !is_alike {
+            return Err(Error::checkpoint(
+                &self.path,
+                format!("expected the parameters of {}, found others", other.path.display()),
+            ));
+        }
+        let _no_grad = tch::no_grad_guard();
+        for (own, new) in pairs() {
+            own.tensor.shallow_clone().f_copy_(&new.tensor)?;
+        }
+        Ok(())
+    }
+}
+
 /// The parameters require gradients as their file says, until this is dropped.
 struct GradientFlags<'a>(Vec<&'a Parameter>);
 
