@@ -9,6 +9,7 @@ mod progress;
 mod run;
 mod study;
 mod table;
+mod train;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -41,6 +42,8 @@ struct Cli {
 enum Command {
     /// Decompose the gradients of stored rollouts
     Study(study::StudyArgs),
+    /// Train a policy in a text environment: sample, filter, update
+    Train(train::TrainArgs),
     /// Mutual information and collapse regime of stored rollouts
     Diagnose(diagnose::DiagnoseArgs),
     /// Keep the groups of a rollout file that a filter chooses
@@ -77,6 +80,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let quiet = match &cli.command {
         Command::Study(args) => args.run.quiet,
+        Command::Train(args) => args.run.quiet,
         Command::Diagnose(args) => args.run.quiet,
         Command::Filter(args) => args.run.quiet,
         Command::Inspect(_) | Command::Doctor(_) => false,
@@ -85,6 +89,7 @@ pub fn main() -> ExitCode {
     announce_panics();
     let outcome = std::panic::catch_unwind(|| match &cli.command {
         Command::Study(args) => study::run(args),
+        Command::Train(args) => train::run(args),
         Command::Diagnose(args) => diagnose::run(args),
         Command::Filter(args) => filter::run(args),
         Command::Inspect(args) => inspect::run(args),

@@ -19,6 +19,10 @@ pub struct Meter {
     unit: &'static str,
     total: usize,
     done: usize,
+    /// Done by an earlier process.
+    skipped: usize,
+    /// Said beside it.
+    said: String,
     started: Instant,
     interrupted: Arc<AtomicBool>,
 }
@@ -30,7 +34,8 @@ impl Meter {
         if quiet || !terminal {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         }
-        let template = format!("{{bar:32}} {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left");
+        let template =
+            format!("{{bar:32}} {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left  {{msg}}");
         if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style);
         }
@@ -40,6 +45,8 @@ impl Meter {
             unit,
             total: 0,
             done: 0,
+            skipped: 0,
+            said: String::new(),
             started: Instant::now(),
             interrupted,
         }
@@ -59,19 +66,36 @@ impl Meter {
         // Plain output gets a line each tenth of the way.
         let tenth = |done: usize| done * 10 / self.total.max(1);
         if self.plain && tenth(self.done) > tenth(before) {
-            let rate = self.done as f64 / self.started.elapsed().as_secs_f64();
+            let rate = self.rate();
             let left = (self.total - self.done) as f64 / rate;
+            let said = if self.said.is_empty() { "" } else { ": " };
             tracing::info!(
-                "{}/{} {}, {rate:.1} a second, {left:.0} s left",
+                "{}/{} {}, {rate:.1} a second, {left:.0} s left{said}{}",
                 self.done,
                 self.total,
-                self.unit
+                self.unit,
+                self.said
             );
         }
         if self.interrupted.load(Ordering::Relaxed) {
             return ControlFlow::Break(());
         }
         ControlFlow::Continue(())
+    }
+
+    /// What was done by an earlier process.
+    pub fn skip(&mut self, count: usize) {
+        self.done += count;
+        self.skipped += count;
+        self.bar.set_position(self.done as u64);
+    }
+
+    /// What to say beside the progress.
+    pub fn message(&mut self, message: String) {
+        if !self.plain {
+            self.bar.set_message(message.clone());
+        }
+        self.said = message;
     }
 
     pub fn warning(&self, message: &str) {
@@ -82,7 +106,12 @@ impl Meter {
     pub fn wall_time(&self) -> serde_json::Value {
         let seconds = self.started.elapsed().as_secs_f64();
         let rate = format!("{}_per_second", self.unit);
-        serde_json::json!({ "seconds": seconds, (rate): self.done as f64 / seconds })
+        serde_json::json!({ "seconds": seconds, (rate): self.rate() })
+    }
+
+    /// By this process.
+    fn rate(&self) -> f64 {
+        (self.done - self.skipped) as f64 / self.started.elapsed().as_secs_f64()
     }
 
     pub fn finish(&self) {

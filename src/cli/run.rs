@@ -33,17 +33,25 @@ impl RunArgs {
     /// Claims the run directory, and puts the resolved configuration, returned as text, into it.
     pub fn open(&self, config: &Config) -> anyhow::Result<(RunDirectory, String)> {
         let resolved = config.to_yaml()?;
-        let directory = self.claim_directory()?;
+        let directory = self.claim(RunDirectory::create)?;
         super::remove_on_exit(directory.path());
         directory.check_apart(config.files_read())?;
         directory.write_text("config.resolved.yaml", &resolved)?;
         Ok((directory, resolved))
     }
 
-    /// `--out`, or a name from the configuration's and the time, with a number if it is taken.
-    fn claim_directory(&self) -> gradprism::Result<RunDirectory> {
+    /// The directory that was asked for.
+    pub fn out(&self) -> Option<&Path> {
+        self.out.as_deref()
+    }
+
+    /// Makes `--out`, or a name from the configuration's and the time, with a number if it is taken.
+    pub fn claim<D>(
+        &self,
+        create: impl Fn(&Path, bool) -> gradprism::Result<D>,
+    ) -> gradprism::Result<D> {
         if let Some(out) = &self.out {
-            return RunDirectory::create(out, self.force);
+            return create(out, self.force);
         }
         let name = self.config.config.file_stem().unwrap_or_default().to_string_lossy();
         let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
@@ -51,7 +59,7 @@ impl RunArgs {
         let mut path = PathBuf::from(&base);
         let mut attempt = 2;
         loop {
-            match RunDirectory::create(&path, false) {
+            match create(&path, false) {
                 // Another run took the name, perhaps this very moment.
                 Err(_) if path.exists() && attempt < 1000 => {
                     path = PathBuf::from(format!("{base}-{attempt}"));

@@ -13,8 +13,8 @@ pub use diagnostics::DiagnosticsConfig;
 pub use environment::*;
 pub use filter::FilterConfig;
 pub use machine::{DeviceName, Threads};
-pub use sections::*;
 use sections::number_or;
+pub use sections::*;
 pub use training::*;
 
 use std::path::{Path, PathBuf};
@@ -149,12 +149,44 @@ impl Config {
         files.chain(of_training.into_iter().flatten()).collect()
     }
 
+    /// The keys of the configuration whose values differ from those of one that was written as YAML.
+    ///
+    /// # Errors
+    /// If that is no YAML.
+    pub fn differences(&self, earlier: &str) -> Result<Vec<String>> {
+        let problem = |error: serde_yaml::Error| Error::config("resolved", error.to_string());
+        let now = serde_yaml::to_value(self).map_err(problem)?;
+        let earlier: serde_yaml::Value = serde_yaml::from_str(earlier).map_err(problem)?;
+        let mut keys = Vec::new();
+        compare("", &earlier, &now, &mut keys);
+        Ok(keys)
+    }
+
     /// The configuration as YAML.
     ///
     /// # Errors
     /// If a value cannot be written as YAML.
     pub fn to_yaml(&self) -> Result<String> {
         serde_yaml::to_string(self).map_err(|error| Error::config("resolved", error.to_string()))
+    }
+}
+
+/// Adds the dotted keys under which two values differ.
+fn compare(key: &str, left: &serde_yaml::Value, right: &serde_yaml::Value, keys: &mut Vec<String>) {
+    let (serde_yaml::Value::Mapping(left), serde_yaml::Value::Mapping(right)) = (left, right)
+    else {
+        if left != right {
+            keys.push(key.to_owned());
+        }
+        return;
+    };
+    let new = right.keys().filter(|name| !left.contains_key(*name));
+    for name in left.keys().chain(new) {
+        let below = name.as_str().unwrap_or_default();
+        let below = if key.is_empty() { below.to_owned() } else { format!("{key}.{below}") };
+        let null = serde_yaml::Value::Null;
+        let of = |mapping: &serde_yaml::Mapping| mapping.get(name).unwrap_or(&null).clone();
+        compare(&below, &of(left), &of(right), keys);
     }
 }
 

@@ -36,6 +36,8 @@ pub struct TrainingConfig {
     pub refresh_reference: Option<u64>,
     /// So many updates in a row whose gradient is not finite end the run.
     pub failed_updates: u64,
+    /// After every so many steps the trajectories are written to `rollouts.jsonl`; 0: never.
+    pub rollouts_every: u64,
 }
 
 impl Default for TrainingConfig {
@@ -50,6 +52,7 @@ impl Default for TrainingConfig {
             seed: 0,
             refresh_reference: None,
             failed_updates: 3,
+            rollouts_every: 0,
         }
     }
 }
@@ -80,7 +83,7 @@ pub struct SamplingConfig {
     pub cache: bool,
     /// Samples groups again whose rewards are all equal, or `none`.
     pub dynamic: Option<MaybeDynamic>,
-    /// A penalty for long responses, or `none`.
+    /// A penalty for trajectories of many sampled tokens, or `none`.
     pub overlong: Option<MaybeOverlong>,
 }
 
@@ -366,7 +369,9 @@ impl SamplingConfig {
         }
     }
 
-    fn fill(&mut self, preset: Preset, limit: usize) {
+    /// What the preset decides: DAPO samples dynamically, and penalises long responses where a trajectory
+    /// is one response.
+    fn fill(&mut self, preset: Preset, turns: usize) {
         let is_dapo = preset == Preset::Dapo;
         self.dynamic.get_or_insert(if is_dapo {
             MaybeDynamic::Some(DynamicSampling::default())
@@ -374,9 +379,9 @@ impl SamplingConfig {
             MaybeDynamic::None(NoneWord::None)
         });
         // The paper's buffer is a fifth of its limit: 4,096 of 20,480 tokens.
-        let buffer = (limit / 5) as f64;
-        self.overlong.get_or_insert(if is_dapo && buffer > 0.0 {
-            MaybeOverlong::Some(OverlongConfig { limit: limit as f64, buffer, factor: 1.0 })
+        let (limit, buffer) = (self.max_tokens as f64, (self.max_tokens / 5) as f64);
+        self.overlong.get_or_insert(if is_dapo && turns == 1 && buffer > 0.0 {
+            MaybeOverlong::Some(OverlongConfig { limit, buffer, factor: 1.0 })
         } else {
             MaybeOverlong::None(NoneWord::None)
         });
@@ -438,12 +443,10 @@ impl Config {
         let mut sections = self.train_sections();
         let turns = sections.environment.as_ref().map_or(1, |it| it.rules().max_turns);
         let limit = sections.sampling.max_tokens.saturating_mul(turns);
-        sections.sampling.fill(self.algorithm.preset, limit);
+        sections.sampling.fill(self.algorithm.preset, turns);
         if self.algorithm.norm_length.is_none() {
-            let aggregation = self
-                .algorithm
-                .aggregation
-                .unwrap_or(self.algorithm.preset.algorithm().aggregation);
+            let aggregation =
+                self.algorithm.aggregation.unwrap_or(self.algorithm.preset.algorithm().aggregation);
             if aggregation == Aggregation::SeqMeanTokenSumNorm {
                 self.algorithm.norm_length = Some(limit as f64);
             }

@@ -9,7 +9,7 @@ use super::picture::Picture;
 use crate::error::{Error, Result};
 
 /// The file by which a directory is known to be a run's.
-const MARKER: &str = "config.resolved.yaml";
+pub(super) const MARKER: &str = "config.resolved.yaml";
 /// Where files lie until the run is whole.
 const STAGING: &str = ".partial";
 
@@ -98,16 +98,7 @@ impl RunDirectory {
     /// # Errors
     /// If one does.
     pub fn check_apart<'a>(&self, files: impl IntoIterator<Item = &'a Path>) -> Result<()> {
-        let lies_here =
-            |file: &&Path| file.canonicalize().is_ok_and(|file| file.starts_with(&self.target));
-        let Some(file) = files.into_iter().find(lies_here) else { return Ok(()) };
-        Err(Error::Output {
-            path: self.target.clone(),
-            problem: format!(
-                "holds {}, which this run reads and would replace; choose another with --out",
-                file.display()
-            ),
-        })
+        check_apart(&self.target, files)
     }
 
     /// Writes a text file.
@@ -195,6 +186,22 @@ impl RunDirectory {
         })?;
         Ok(self.target.clone())
     }
+}
+
+/// Refuses files that lie in a directory whose contents are to be replaced.
+pub(super) fn check_apart<'a>(
+    target: &Path,
+    files: impl IntoIterator<Item = &'a Path>,
+) -> Result<()> {
+    let lies_here = |file: &&Path| file.canonicalize().is_ok_and(|file| file.starts_with(target));
+    let Some(file) = files.into_iter().find(lies_here) else { return Ok(()) };
+    Err(Error::Output {
+        path: target.to_path_buf(),
+        problem: format!(
+            "holds {}, which this run reads and would replace; choose another with --out",
+            file.display()
+        ),
+    })
 }
 
 impl Drop for RunDirectory {

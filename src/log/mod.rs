@@ -9,6 +9,7 @@ mod filter;
 mod picture;
 mod report;
 mod study;
+mod training;
 
 pub use collapse::{Heatmap, Plane};
 pub use diagnosis::DiagnosisLog;
@@ -18,3 +19,4 @@ pub use filter::{FilterLog, score_by_rank};
 pub use picture::{Mark, Picture, Scatter};
 pub use report::{number, page, with_error};
 pub use study::StudyLog;
+pub use training::{TrainLog, TrainingDirectory};

@@ -1,4 +1,8 @@
-//! The parts of a trainer, each usable alone in a `tch` training loop of one's own.
+//! The training loop, and its parts, each usable alone in a `tch` training loop of one's own.
+//!
+//! A [`Trainer`] samples groups of trajectories from a [`Source`], makes advantages of their rewards,
+//! splits the gradients now and then, filters, updates the policy, and saves. [`TextSource`] plays the
+//! environments of [`crate::env`].
 //!
 //! An [`Optimizer`] takes the gradients of micro-batches and makes one update of them: clipping
 //! ([`clip`]), learning rate ([`schedule`]), [`adamw`]. A [`checkpoint`] outlives a kill at any
@@ -33,11 +37,30 @@
 pub mod adamw;
 pub mod checkpoint;
 pub mod clip;
+mod critic;
 mod optimizer;
+mod prepare;
+mod record;
+mod run;
 pub mod schedule;
+mod score;
+mod source;
+mod state;
 pub mod stop;
+mod text;
+mod update;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use checkpoint::{Checkpoint, CheckpointStore, Keep};
+pub use critic::Critic;
 pub use optimizer::{Optimizer, Update};
+pub use record::{
+    ReasoningRecord, SampleRecord, SplitRecord, StepRecord, Times, TrainReport, UpdateRecord,
+    ValidationRecord,
+};
+pub use run::{Observer, Silent, Trainer};
 pub use schedule::{Decay, Schedule};
+pub use source::{Outcome, SampledGroup, Source, SourceRequest, Visit};
+pub use state::POLICY as POLICY_FILE;
+pub use text::TextSource;
+pub use update::{Learners, UpdatePlan};
