@@ -3,9 +3,9 @@
 //!
 //! Data flows one way: [`rollout`] → [`policy`] → [`objective`] → [`gradient`] → [`filter`] →
 //! [`log`]. The whole way is a [`study`]; [`sift`] filters a file of rollouts; whether the policy still
-//! reads its input is a matter of [`diagnostics`]. [`objective`], [`gradient`] and [`filter`] work on
-//! tensors alone and can be used in a training loop of one's own. Text environments to sample in are
-//! in [`mod@env`].
+//! reads its input is a matter of [`diagnostics`]. A [`trainer`] closes the loop, in the text environments
+//! of [`mod@env`] or on trajectories of a source of one's own. [`objective`], [`gradient`] and [`filter`]
+//! work on tensors alone and can be used in a training loop of one's own.
 //!
 //! The ideas are RAGEN-2's (arXiv 2604.06268); the estimators of signal and noise are described in
 //! [`gradient::split`].

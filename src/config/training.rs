@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::resolve::range;
-use super::{Config, EnvironmentConfig, MaybeNumber, NoneWord, number_or};
+use super::{Config, EnvironmentConfig, MaybeNumber, NoneWord, OldLogprobs, number_or};
 use crate::error::{Error, Result};
 use crate::filter::Need;
 use crate::objective::{AdvantageEstimator, Aggregation, OverlongPenalty, Preset};
@@ -510,6 +510,18 @@ impl TrainSections {
                 "expected at least 2, since the baseline is the mean of a group, found 1",
             ));
         }
+        if self.training.group_size < 2 && config.decomposition.every > 0 {
+            return Err(Error::config(
+                "training.group_size",
+                "expected at least 2, since signal and noise are told apart within a group, found 1; or set decomposition.every: 0",
+            ));
+        }
+        if self.training.seed > u64::from(u32::MAX) {
+            return Err(Error::config(
+                "training.seed",
+                format!("expected a number below 2^32, found {}", self.training.seed),
+            ));
+        }
         if config.filter.score.need() == Need::Gradient && config.decomposition.every != 1 {
             return Err(Error::config(
                 "decomposition.every",
@@ -518,6 +530,12 @@ impl TrainSections {
                     config.filter.score.name(),
                     config.decomposition.every
                 ),
+            ));
+        }
+        if config.rollouts.old_logprobs == OldLogprobs::Recompute {
+            return Err(Error::config(
+                "rollouts.old_logprobs",
+                "expected file: after the first update of a step the policy is no longer the one that sampled",
             ));
         }
         if self.early_stop.validation.is_some() && self.validation.every == 0 {

@@ -112,7 +112,8 @@ impl ReasoningRecord {
     }
 }
 
-/// What a step sampled: all of the numbers are of the groups that the filter was given.
+/// What a step sampled, over all of its rounds: groups that dynamic sampling left out are among them, or
+/// the numbers would not be those of the policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct SampleRecord {
     /// Groups.
@@ -147,12 +148,11 @@ pub struct SampleRecord {
     pub rounds: u64,
     /// Groups that dynamic sampling left out, for their rewards were all equal.
     pub left_out: usize,
-    /// Tokens that were sampled in all, those of groups that were left out among them.
-    pub sampled_tokens: usize,
 }
 
 impl SampleRecord {
-    pub(super) fn new(groups: &[SampledGroup]) -> Self {
+    pub(super) fn new<'a>(groups: impl IntoIterator<Item = &'a SampledGroup>) -> Self {
+        let groups: Vec<&SampledGroup> = groups.into_iter().collect();
         let rows = || groups.iter().flat_map(|group| &group.group.trajectories);
         let outcomes: Vec<&Outcome> = groups.iter().flat_map(|group| &group.outcomes).collect();
         let of = |number: &dyn Fn(&Outcome) -> f64| {
@@ -191,7 +191,6 @@ impl SampleRecord {
             overlong_penalty_mean: of(&|outcome| outcome.overlong_penalty),
             rounds: 1,
             left_out: 0,
-            sampled_tokens: tokens,
         }
     }
 }

@@ -151,7 +151,7 @@ impl Trainer {
         let (groups, outcomes): (Vec<Group>, Vec<Vec<Outcome>>) =
             groups.into_iter().map(|group| (group.group, group.outcomes)).unzip();
         let mut batch = Batch { step: Some(self.state.step as i64), groups };
-        time.sampled_tokens = sampled.sampled_tokens;
+        time.sampled_tokens = sampled.tokens;
 
         let mut record = StepRecord { step: self.state.step, ..StepRecord::default() };
         if !batch.groups.is_empty() {
@@ -172,13 +172,12 @@ impl Trainer {
                 record.split = Some(SplitRecord::new(decomposed));
             }
             record.reasoning = self.diagnose(&batch, &mut time, observer)?;
-            if self.is_short(&sampled) {
-                self.state.stopped = self.reason_to_stop_short(&sampled);
-            } else if !chosen.is_empty() {
+            if !chosen.is_empty() && !self.is_held_back(&sampled) {
                 let factor = record.kept.loss_factor;
                 record.update = Some(self.update(&batch, &prepared, &chosen, factor, &mut time)?);
             }
         }
+        self.stop_if_short(&sampled);
         record.sampled = sampled;
         record.time = time;
         Ok(record)
@@ -190,8 +189,8 @@ impl Trainer {
         let started = Instant::now();
         let wanted = self.sections.training.groups;
         let dynamic = self.sections.sampling.dynamic_sampling();
-        let mut accepted: Vec<SampledGroup> = Vec::new();
-        let (mut rounds, mut left_out, mut tokens) = (0, 0, 0);
+        let (mut accepted, mut left_out): (Vec<SampledGroup>, Vec<SampledGroup>) = Default::default();
+        let mut rounds = 0;
         while accepted.len() < wanted && rounds < dynamic.map_or(1, |dynamic| dynamic.rounds) {
             let request = SourceRequest {
                 visits: self.visits(wanted - accepted.len()),
@@ -202,20 +201,15 @@ impl Trainer {
             check_groups(&groups, &request)?;
             rounds += 1;
             for group in groups {
-                tokens += group.group.counts().tokens;
-                if dynamic.is_some() && has_equal_rewards(&group) {
-                    left_out += 1;
-                } else {
-                    accepted.push(group);
-                }
+                let is_empty = dynamic.is_some() && has_equal_rewards(&group);
+                if is_empty { &mut left_out } else { &mut accepted }.push(group);
             }
         }
         time.sampling = started.elapsed().as_secs_f64();
         let record = SampleRecord {
             rounds,
-            left_out,
-            sampled_tokens: tokens,
-            ..SampleRecord::new(&accepted)
+            left_out: left_out.len(),
+            ..SampleRecord::new(accepted.iter().chain(&left_out))
         };
         Ok((record, accepted))
     }
@@ -234,21 +228,27 @@ impl Trainer {
             .collect()
     }
 
-    /// Whether dynamic sampling has found too few groups, and that keeps the step from an update.
-    fn is_short(&self, sampled: &SampleRecord) -> bool {
-        sampled.groups < self.sections.training.groups
-            && (self.sections.sampling.dynamic_sampling())
-                .is_some_and(|dynamic| dynamic.on_limit != OnLimit::Train)
+    /// What to do about too few groups, if dynamic sampling has found too few.
+    fn shortage(&self, sampled: &SampleRecord) -> Option<OnLimit> {
+        let dynamic = self.sections.sampling.dynamic_sampling()?;
+        let accepted = sampled.groups - sampled.left_out;
+        (accepted < self.sections.training.groups).then_some(dynamic.on_limit)
     }
 
-    fn reason_to_stop_short(&self, sampled: &SampleRecord) -> Option<String> {
-        let dynamic = self.sections.sampling.dynamic_sampling()?;
-        (dynamic.on_limit == OnLimit::Stop).then(|| {
-            format!(
+    /// Whether the step makes no update since it is short of groups.
+    fn is_held_back(&self, sampled: &SampleRecord) -> bool {
+        self.shortage(sampled).is_some_and(|choice| choice != OnLimit::Train)
+    }
+
+    fn stop_if_short(&mut self, sampled: &SampleRecord) {
+        if self.shortage(sampled) == Some(OnLimit::Stop) {
+            self.state.stopped = Some(format!(
                 "dynamic sampling found {} of {} groups with unequal rewards in {} rounds",
-                sampled.groups, self.sections.training.groups, sampled.rounds
-            )
-        })
+                sampled.groups - sampled.left_out,
+                self.sections.training.groups,
+                sampled.rounds
+            ));
+        }
     }
 
     /// Puts reference log-probabilities and values into the trajectories.
