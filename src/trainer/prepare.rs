@@ -34,6 +34,7 @@ pub(super) struct Parts {
 
 impl Trainer {
     /// A run in the environment that the configuration names. With a checkpoint it goes on from there.
+    /// Seeds libtorch's random generators.
     ///
     /// # Errors
     /// At the first thing that is wrong with the configuration, the policies or the checkpoint.
@@ -92,6 +93,8 @@ impl Trainer {
                 .transpose()?,
             policy,
         };
+        // libtorch's own generators begin anywhere; a policy may draw from them.
+        tch::manual_seed(sections.training.seed as i64);
         if let Some(checkpoint) = checkpoint {
             let device = parts.policy.device();
             state::restore(checkpoint, &mut parts.optimizer, parts.critic.as_mut(), device)?;

@@ -312,7 +312,7 @@ impl Row {
             invalid_actions: self.episode.invalid_actions(),
             malformed: self.episode.malformed(),
             truncated: self.truncated,
-            overlong_penalty: -penalty,
+            overlong_penalty: 0.0 - penalty,
             text: None,
         };
         let trajectory = Trajectory {
