@@ -4,14 +4,16 @@ mod common;
 
 use common::update::Whole;
 use common::{assert_close, fixture};
-use gradprism::objective::Preset;
+use gradprism::gradient::{LossBatch, Scorer};
+use gradprism::objective::{Algorithm, Preset, TokenWeights};
 use gradprism::policy::{Policy, PolicyOptions};
+use gradprism::study::PreparedBatch;
 use gradprism::trainer::clip::{FailedUpdates, clip_by_global_norm, clip_factor, global_norm};
 use gradprism::trainer::stop::{
     EmptyFilters, EmptyFiltersState, ValidationFloor, ValidationFloorState, VarianceCollapse,
     VarianceCollapseState,
 };
-use gradprism::trainer::{AdamW, AdamWOptions, Decay, Optimizer, Schedule};
+use gradprism::trainer::{AdamW, AdamWOptions, Decay, Learners, Optimizer, Schedule, UpdatePlan};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
@@ -322,39 +324,108 @@ fn steps_are_those_of_torch() {
     }
 }
 
-/// The tied transformer of the fixtures after `updates` updates over micro-batches of these sizes.
-fn trained(sizes: &[usize], updates: usize, max_norm: f64) -> (Policy, Vec<f64>) {
-    common::one_thread();
-    let policy = Policy::load(&fixture("double.pt"), &PolicyOptions::default()).unwrap();
-    let batch = common::synthetic_batch(5, 3);
+/// GRPO with both regularizers.
+fn regularized() -> Algorithm {
     let mut algorithm = Preset::Grpo.algorithm();
     (algorithm.kl.coef, algorithm.entropy_coef) = (0.2, 0.05);
-    let whole = Whole::new(algorithm, &batch);
+    algorithm
+}
+
+fn tied_policy() -> Policy {
+    common::one_thread();
+    Policy::load(&fixture("double.pt"), &PolicyOptions::default()).unwrap()
+}
+
+fn scorer<'a>(policy: &'a Policy, algorithm: &'a Algorithm) -> Scorer<'a> {
+    Scorer {
+        policy,
+        reference: None,
+        algorithm,
+        temperature: 1.0,
+        recompute_old: false,
+        components: Default::default(),
+    }
+}
+
+/// The tied transformer of the fixtures after `updates` updates by the trainer, and their norms.
+fn trained(token_budget: usize, updates: usize, max_norm: f64) -> (Policy, Vec<f64>) {
+    let (policy, algorithm) = (tied_policy(), regularized());
+    let batch = common::synthetic_batch(5, 3);
+    let prepared = PreparedBatch::new(&algorithm, &batch).unwrap();
     let options = AdamWOptions { learning_rate: 0.01, ..AdamWOptions::default() };
     let mut optimizer = optimizer(AdamW::of_policy(options, &policy).unwrap(), Some(max_norm));
-    let mut norms = Vec::new();
-    for _ in 0..updates {
-        let mut start = 0;
-        for size in sizes {
-            optimizer.backward(&whole.loss(&policy, start, *size)).unwrap();
-            start += size;
-        }
-        assert_eq!(start, whole.rows.len());
-        norms.push(optimizer.step().unwrap().norm);
-    }
+    let plan = UpdatePlan {
+        epochs: 1,
+        mini_batch_size: None,
+        token_budget,
+        factor: 1.0,
+        seed: 0,
+        step: 0,
+        critic_alone: false,
+    };
+    let norms = (0..updates)
+        .map(|_| {
+            let learners = Learners { optimizer: &mut optimizer, critic: None };
+            let groups = [0, 1, 2, 3, 4];
+            plan.run(&scorer(&policy, &algorithm), &batch, &prepared, &groups, learners)
+                .unwrap()
+                .grad_norm
+        })
+        .collect();
     (policy, norms)
+}
+
+/// The sizes of the micro-batches of a budget.
+fn sizes(token_budget: usize) -> Vec<usize> {
+    let batch = common::synthetic_batch(5, 3);
+    let rows = batch.trajectories().collect::<Vec<_>>();
+    let mask = Tensor::ones([20, 8], (Kind::Bool, Device::Cpu));
+    let weights = TokenWeights::new(regularized().aggregation, None, &mask).unwrap();
+    let advantages = Tensor::zeros([20, 8], (Kind::Double, Device::Cpu));
+    let whole = LossBatch::new(rows, vec!["g"; 20], &advantages, &weights);
+    whole.micro_batches(token_budget).iter().map(|batch| batch.rows().len()).collect()
 }
 
 #[test]
 fn micro_batches_add_up_to_the_batch() {
-    let (whole, norms) = trained(&[20], 3, 0.5);
+    let (whole, norms) = trained(10_000, 3, 0.5);
     assert!(norms[0] > 0.5, "clipping is active: {norms:?}");
-    for sizes in [vec![1, 7, 3, 9], vec![13, 7], vec![1; 20]] {
-        let (parts, found) = trained(&sizes, 3, 0.5);
+    assert_eq!((sizes(10_000), sizes(1)), (vec![20], vec![1; 20]));
+    assert!(sizes(40).iter().any(|size| *size != sizes(40)[0]), "of different sizes");
+    for token_budget in [1, 25, 40] {
+        let (parts, found) = trained(token_budget, 3, 0.5);
         assert_close(found[2], norms[2], 1e-9, norms[2], "norm");
         for (left, right) in whole.trainable().zip(parts.trainable()) {
             let distance = (&left.tensor - &right.tensor).abs().max().double_value(&[]);
-            assert!(distance <= 1e-10, "{sizes:?}: {} {distance:e}", left.name());
+            assert!(distance <= 1e-10, "{token_budget}: {} {distance:e}", left.name());
+        }
+    }
+}
+
+#[test]
+fn the_loss_of_a_micro_batch_is_the_one_written_out() {
+    let batch = common::synthetic_batch(5, 3);
+    for (preset, fixture_name) in
+        [(Preset::Grpo, "double.pt"), (Preset::Dapo, "double.pt"), (Preset::Ppo, "double.pt")]
+    {
+        let policy = Policy::load(&fixture(fixture_name), &PolicyOptions::default()).unwrap();
+        let mut algorithm = preset.algorithm();
+        (algorithm.kl.coef, algorithm.entropy_coef) = (0.2, 0.05);
+        let whole = Whole::new(algorithm.clone(), &batch);
+        let expected = whole.loss(&policy, 0, 20);
+        let parameters: Vec<&Tensor> = policy.trainable().map(|it| &it.tensor).collect();
+        let slopes = Tensor::run_backward(&[&expected], &parameters, false, false);
+
+        let names = batch.groups.iter().flat_map(|group| vec![group.id.as_str(); 4]).collect();
+        let rows = LossBatch::new(whole.rows.clone(), names, &whole.advantages, &whole.weights);
+        let terms = rows.loss(&scorer(&policy, &algorithm)).unwrap();
+        let value = terms.task + 0.2 * terms.kl - 0.05 * terms.entropy;
+        let value_expected = expected.double_value(&[]);
+        assert_close(value, value_expected, 1e-12, 1.0, "the loss");
+        let found = Tensor::run_backward(&[&terms.surrogate], &parameters, false, false);
+        for (found, expected) in found.iter().zip(&slopes) {
+            let distance = (found - expected).abs().max().double_value(&[]);
+            assert!(distance <= 1e-12, "{preset:?}: {distance:e}");
         }
     }
 }
@@ -370,7 +441,7 @@ fn updates_of_a_tied_policy_are_those_of_torch() {
         });
         let name = "updates_of_a_tied_policy_are_those_of_torch";
         let Some(answer) = common::trainer_reference(name, "update", &task) else { return };
-        let (policy, norms) = trained(&[3, 1, 8, 6, 2], updates, max_norm);
+        let (policy, norms) = trained(40, updates, max_norm);
         assert_eq!(norms[0] > max_norm, max_norm < 1.0, "{norms:?}");
         let start = Policy::load(&fixture("double.pt"), &PolicyOptions::default()).unwrap();
         for (found, expected) in norms.iter().zip(answer["norms"].as_array().unwrap()) {

@@ -55,7 +55,7 @@ impl EnvironmentConfig {
     /// The environment, ready to be forked.
     ///
     /// # Errors
-    /// If a value cannot be, or a file of tasks cannot be read.
+    /// If a value, one of its rules too, cannot be, or a file of tasks cannot be read.
     pub fn environment(&self) -> Result<Box<dyn Environment>> {
         let environment: Result<Box<dyn Environment>> = match self {
             Self::Bandit(config) => config.environment().map(|it| Box::new(it) as _),
@@ -63,7 +63,11 @@ impl EnvironmentConfig {
             Self::Countdown(config) => config.environment().map(|it| Box::new(it) as _),
             Self::Questions(config) => config.environment().map(|it| Box::new(it) as _),
         };
-        environment.map_err(|error| match error {
+        let checked = environment.and_then(|environment| {
+            self.rules().check(environment.name())?;
+            Ok(environment)
+        });
+        checked.map_err(|error| match error {
             Error::Environment { problem, .. } => Error::config("environment", problem),
             other => other,
         })

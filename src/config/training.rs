@@ -173,6 +173,17 @@ fn one() -> f64 {
     1.0
 }
 
+/// A learning rate that falls by half a cosine.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CosineConfig {
+    /// The updates of the run, the warm-up among them.
+    pub updates: u64,
+    /// The last share of the learning rate.
+    #[serde(default)]
+    pub floor: f64,
+}
+
 /// Section `optimizer`, and that of the critic.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -187,8 +198,8 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     /// Updates until the full learning rate is reached.
     pub warmup: u64,
-    /// What follows: `constant`, or `cosine: {updates: 1000, floor: 0.1}`.
-    pub decay: Decay,
+    /// Half a cosine follows; none: the rate stays as it is.
+    pub cosine: Option<CosineConfig>,
     /// The gradient is clipped to this norm, or `none`.
     pub max_norm: MaybeNumber,
 }
@@ -201,7 +212,7 @@ impl Default for OptimizerConfig {
             epsilon: 1e-8,
             weight_decay: 0.01,
             warmup: 0,
-            decay: Decay::Constant,
+            cosine: None,
             max_norm: MaybeNumber::Number(1.0),
         }
     }
@@ -221,7 +232,11 @@ impl OptimizerConfig {
 
     /// The learning rate over the updates.
     pub fn schedule(&self) -> Schedule {
-        Schedule { warmup: self.warmup, decay: self.decay }
+        let decay = match self.cosine {
+            None => Decay::Constant,
+            Some(CosineConfig { updates, floor }) => Decay::Cosine { updates, floor },
+        };
+        Schedule { warmup: self.warmup, decay }
     }
 
     /// The norm that the gradient is clipped to.
@@ -238,11 +253,11 @@ impl OptimizerConfig {
         range(&key("epsilon"), self.epsilon, 0.0, 1e6)?;
         range(&key("weight_decay"), self.weight_decay, 0.0, 1e6)?;
         range(&key("max_norm"), self.max_norm().unwrap_or(1.0), f64::MIN_POSITIVE, f64::MAX)?;
-        if let Decay::Cosine { updates, floor } = self.decay {
-            range(&key("decay.cosine.floor"), floor, 0.0, 1.0)?;
+        if let Some(CosineConfig { updates, floor }) = self.cosine {
+            range(&key("cosine.floor"), floor, 0.0, 1.0)?;
             if updates <= self.warmup {
                 return Err(Error::config(
-                    key("decay.cosine.updates"),
+                    key("cosine.updates"),
                     format!("expected more than the warm-up's {}, found {updates}", self.warmup),
                 ));
             }

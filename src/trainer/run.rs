@@ -189,7 +189,8 @@ impl Trainer {
         let started = Instant::now();
         let wanted = self.sections.training.groups;
         let dynamic = self.sections.sampling.dynamic_sampling();
-        let (mut accepted, mut left_out): (Vec<SampledGroup>, Vec<SampledGroup>) = Default::default();
+        let (mut accepted, mut left_out): (Vec<SampledGroup>, Vec<SampledGroup>) =
+            Default::default();
         let mut rounds = 0;
         while accepted.len() < wanted && rounds < dynamic.map_or(1, |dynamic| dynamic.rounds) {
             let request = SourceRequest {

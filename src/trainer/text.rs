@@ -47,7 +47,6 @@ impl TextSource {
         let tokenizer = TextTokenizer::load(path, key)?;
         let rules = environment.rules().clone();
         let environment = environment.environment()?;
-        rules.check(environment.name())?;
         let (mut stop_tokens, mut stop_texts) = (Vec::new(), Vec::new());
         for stop in &sampling.stop {
             match tokenizer
