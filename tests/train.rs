@@ -165,6 +165,45 @@ fn an_interrupted_run_is_whole_and_goes_on() {
     assert_same_outcome(&parts, &whole);
 }
 
+/// The messages of an event file: length, checksum of it, message, checksum.
+fn events(path: &Path) -> Vec<Vec<u8>> {
+    let bytes = std::fs::read(path).unwrap();
+    let mut rest = bytes.as_slice();
+    let mut events = Vec::new();
+    while let Some((length, after)) = rest.split_first_chunk::<8>() {
+        let length = u64::from_le_bytes(*length) as usize;
+        events.push(after[4..4 + length].to_vec());
+        rest = &after[4 + length + 4..];
+    }
+    events
+}
+
+#[test]
+fn a_resumed_run_says_to_tensorboard_where_it_begins() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    assert!(train(&run, 2, &["-q"]).status().unwrap().success());
+    assert!(train(&run, 4, &["-q", "--resume"]).status().unwrap().success());
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&run)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("events.out."))
+        .collect();
+    // TensorBoard reads them in the order of their names.
+    files.sort();
+    assert_eq!(files.len(), 2);
+    for (file, step) in files.iter().zip([0, 2]) {
+        let start = &events(file)[1];
+        // Of tensorflow.Event: step is field 2, session_log field 7; its status, field 1, is START, 1.
+        let mut expected = vec![0x3a, 2, 0x08, 1];
+        if step > 0 {
+            expected = [vec![0x10, step], expected].concat();
+        }
+        let is_there = start.windows(expected.len()).any(|window| window == expected);
+        assert!(is_there, "step {step}: {start:x?}");
+    }
+}
+
 #[test]
 fn the_summary_says_how_fast_and_where_the_time_went() {
     let folder = tempfile::tempdir().unwrap();

@@ -5,7 +5,8 @@
 
 Needs torch alone. Each policy is a small transformer that was taught the form of an answer, and little of
 its content: one in two of the moves that frozen_lake.pt was shown on drawn lakes is at random, bandit.pt
-was shown either arm as often as the other. What else there is to know is left to `gradprism train`.
+was shown either arm as often as the other. What else there is to know is left to `gradprism train`. cart_pole.pt,
+of examples/step_policy.rs, knows nothing.
 """
 import json
 import math
@@ -204,10 +205,21 @@ def teach_bandit(policy: Transformer, updates: int) -> None:
             print("bandit", update, round(loss.item(), 4), flush=True)
 
 
-def save(model: Transformer, path: Path) -> None:
+def save(model: nn.Module, path: Path) -> None:
     model.eval()
     torch.jit.script(model).save(str(path))
     print(path.name, sum(p.numel() for p in model.parameters()), "parameters", path.stat().st_size, "bytes")
+
+
+class CartPole(nn.Module):
+    """Cart, its speed, pole, its speed `[N, 4]` to the logits of left and right `[N, 2]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.layers(observation)
 
 
 def main() -> None:
@@ -220,6 +232,8 @@ def main() -> None:
         teach(policy, updates)
         save(policy, folder / f"{name}.pt")
         save(Transformer(len(words.ids), 1, width=32, heads=2), folder / f"{name}_value.pt")
+    torch.manual_seed(0)
+    save(CartPole(), folder / "cart_pole.pt")
 
 
 if __name__ == "__main__":
