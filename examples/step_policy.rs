@@ -53,7 +53,7 @@ struct Printer;
 
 impl Observer for Printer {
     fn step(&mut self, record: &StepRecord) -> gradprism::Result<ControlFlow<()>> {
-        if record.step % 5 == 0 || record.step == 59 {
+        if record.step.is_multiple_of(5) || record.step == 59 {
             print!(
                 "step {:>2}: the pole stood for {:>5.1} steps; {} of {} groups kept",
                 record.step, record.sampled.reward_mean, record.kept.groups, record.sampled.groups

@@ -221,11 +221,9 @@ impl Trainer {
         let run = (training.seed & u64::from(u32::MAX)) << 32;
         let first = self.state.visits;
         self.state.visits += count as u64;
+        let task = |visit: u64| training.tasks.map_or(visit, |tasks| visit % tasks);
         (first..self.state.visits)
-            .map(|visit| Visit {
-                task: run | training.tasks.map_or(visit, |tasks| visit % tasks) % VALIDATION_TASKS,
-                visit,
-            })
+            .map(|visit| Visit { task: run | (task(visit) % VALIDATION_TASKS), visit })
             .collect()
     }
 
