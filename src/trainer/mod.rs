@@ -2,7 +2,35 @@
 //!
 //! A [`Trainer`] samples groups of trajectories from a [`Source`], makes advantages of their rewards,
 //! splits the gradients now and then, filters, updates the policy, and saves. [`TextSource`] plays the
-//! environments of [`crate::env`].
+//! environments of [`crate::env`]. An [`Observer`] looks on: it is handed what a step sampled, its
+//! split and its record, writes or draws what it likes, and may end the run.
+//!
+//! ```no_run
+//! use std::ops::ControlFlow;
+//!
+//! use gradprism::config::Config;
+//! use gradprism::trainer::{Observer, StepRecord, Trainer};
+//!
+//! /// Prints the mean reward, and stops once it is high enough.
+//! struct UntilGood;
+//!
+//! impl Observer for UntilGood {
+//!     fn step(&mut self, record: &StepRecord) -> gradprism::Result<ControlFlow<()>> {
+//!         let reward = record.sampled.reward_mean;
+//!         println!("step {}: reward {reward:.3}", record.step);
+//!         Ok(if reward > 0.24 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+//!     }
+//! }
+//!
+//! # fn main() -> gradprism::Result<()> {
+//! let config = Config::load("configs/bandit.yaml".as_ref(), &[])?;
+//! let mut trainer = Trainer::prepare(config, None)?;
+//! trainer.save_to("checkpoints".as_ref())?;
+//! let report = trainer.run(&mut UntilGood)?;
+//! println!("{} steps in {:.1} s", report.steps, report.time.total);
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! An [`Optimizer`] takes the gradients of micro-batches and makes one update of them: clipping
 //! ([`clip`]), learning rate ([`schedule`]), [`adamw`]. A [`checkpoint`] outlives a kill at any
