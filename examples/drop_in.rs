@@ -13,7 +13,8 @@
 
 use std::collections::BTreeMap;
 
-use gradprism::gradient::{Coefficients, GradientVector, Gram, GroupProducts, gram, mean, split};
+use gradprism::filter::{Filter, Strategy};
+use gradprism::gradient::{Coefficients, GradientVector, GroupProducts, mean, split};
 use gradprism::objective::{GroupIndex, Preset, TokenWeights, Tokens, gather, log_probs};
 use gradprism::trainer::{AdamW, AdamWOptions, Optimizer, Schedule};
 use tch::nn::{self, Module};
@@ -53,7 +54,7 @@ fn main() -> anyhow::Result<()> {
         let contexts = Tensor::from_slice(&labels).one_hot(CONTEXTS).to_kind(Kind::Float);
         let logits = network.forward(&contexts);
         let actions = logits.detach().softmax(-1, Kind::Float).multinomial(1, true).squeeze_dim(1);
-        let rewards = rewards(&labels, &actions);
+        let rewards = rewards(&labels, &actions)?;
 
         // gradprism {
         let log_probs = log_probs(&logits, 1.0);
@@ -70,7 +71,7 @@ fn main() -> anyhow::Result<()> {
         let term = algorithm.task(&tokens).attach(&tokens.logp); // [B, 1], differentiable
         let snrs =
             (0..CONTEXTS).map(|it| snr(&term, it, &parameters)).collect::<Result<Vec<_>, _>>()?;
-        let kept: Vec<bool> = keep_best(&snrs, CONTEXTS as usize / 3);
+        let kept = keep_best(&snrs, CONTEXTS as usize / 3)?;
         let mask: Vec<bool> = labels.iter().map(|label| kept[*label as usize]).collect();
         let mask = Tensor::from_slice(&mask).unsqueeze(1);
         let loss = TokenWeights::new(algorithm.aggregation, None, &mask)?.sum(&term)?;
@@ -105,32 +106,25 @@ fn snr(term: &Tensor, context: i64, parameters: &[Tensor]) -> anyhow::Result<f64
     let gradients: Vec<GradientVector> = rows
         .map(|row| Tensor::f_run_backward(&[row], parameters, true, false))
         .collect::<Result<_, _>>()?;
-    let vectors: Vec<Option<&GradientVector>> = gradients.iter().map(Some).collect();
-    let gram = Gram::total(vectors.len(), &gram(&vectors, false)?);
-    let products = GroupProducts::exact(vectors.len(), Vec::new(), gram);
+    let products = GroupProducts::of_rows(&gradients)?;
     Ok(split(&products, Coefficients { kl: 0.0, entropy: 0.0 }, None, 0).snr)
 }
 
 /// The contexts of the highest ratios.
-fn keep_best(snrs: &[f64], count: usize) -> Vec<bool> {
-    let filter = gradprism::filter::Filter {
-        strategy: gradprism::filter::Strategy::TopKAbs,
-        value: count as f64,
-        ..Default::default()
-    };
-    filter.select(&Tensor::from_slice(snrs)).and_then(|it| it.to_host()).unwrap_or_default()
+fn keep_best(snrs: &[f64], count: usize) -> gradprism::Result<Vec<bool>> {
+    let filter = Filter { strategy: Strategy::TopKAbs, value: count as f64, ..Filter::default() };
+    filter.select(&Tensor::from_slice(snrs))?.to_host()
 }
 
 /// 0 for the first third of the contexts, chance for the second, and for the last 1 for one action.
-fn rewards(labels: &[i64], actions: &Tensor) -> Tensor {
-    let actions: Vec<i64> = Vec::try_from(actions).unwrap_or_default();
-    let luck: Vec<f32> =
-        Vec::try_from(Tensor::rand([labels.len() as i64], (Kind::Float, Device::Cpu)))
-            .unwrap_or_default();
+fn rewards(labels: &[i64], actions: &Tensor) -> anyhow::Result<Tensor> {
+    let actions: Vec<i64> = Vec::try_from(actions)?;
+    let luck = Tensor::rand([labels.len() as i64], (Kind::Float, Device::Cpu));
+    let luck: Vec<f32> = Vec::try_from(luck)?;
     let reward = |(row, label): (usize, &i64)| match label / (CONTEXTS / 3) {
         0 => 0.0,
         1 => f32::from(u8::from(luck[row] < 0.5)),
         _ => f32::from(u8::from(actions[row] == label % ACTIONS)),
     };
-    Tensor::from_slice(&labels.iter().enumerate().map(reward).collect::<Vec<f32>>())
+    Ok(Tensor::from_slice(&labels.iter().enumerate().map(reward).collect::<Vec<f32>>()))
 }

@@ -23,7 +23,8 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::engine::Part;
-use super::gram::Gram;
+use super::gram::{GradientVector, Gram, gram};
+use crate::error::Result;
 
 /// Up to this many rows the sign-flip test takes all flips, beyond it a seeded sample.
 const EXACT_FLIPS: usize = 12;
@@ -48,6 +49,17 @@ impl GroupProducts {
     /// Exact products.
     pub fn exact(rows: usize, parts: Vec<Part>, gram: Gram) -> Self {
         Self { rows, parts, gram, replicates: Vec::new() }
+    }
+
+    /// Exact products of gradients that were taken elsewhere: of each row's share of the task loss, one
+    /// tensor a parameter.
+    ///
+    /// # Errors
+    /// If libtorch fails.
+    pub fn of_rows(gradients: &[GradientVector]) -> Result<Self> {
+        let vectors: Vec<Option<&GradientVector>> = gradients.iter().map(Some).collect();
+        let total = Gram::total(gradients.len(), &gram(&vectors, false)?);
+        Ok(Self::exact(gradients.len(), Vec::new(), total))
     }
 }
 
