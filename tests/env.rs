@@ -211,12 +211,12 @@ impl Board {
 
 fn drawn(size: usize, frozen: f64, slip: f64) -> FrozenLake {
     let map = MapConfig::Drawn(DrawnMapConfig { size, frozen });
-    FrozenLakeConfig { map, slip, view: View::Grid }.environment().unwrap()
+    FrozenLakeConfig { map, slip, view: View::Grid, ..Default::default() }.environment().unwrap()
 }
 
 fn fixed(rows: &[&str], slip: f64, view: View) -> FrozenLake {
     let map = MapConfig::Rows(rows.iter().map(|row| (*row).to_owned()).collect());
-    FrozenLakeConfig { map, slip, view }.environment().unwrap()
+    FrozenLakeConfig { map, slip, view, ..Default::default() }.environment().unwrap()
 }
 
 /// The return of ten moves, one a turn, chosen with the number that are left.
