@@ -324,6 +324,109 @@ fn an_overlong_penalty_is_taken_off_the_last_token() {
     }
 }
 
+const WORDS: [&str; 16] = [
+    "<unk>",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "Left",
+    "Down",
+    "Right",
+    "Up",
+    "P",
+    "_",
+    "O",
+    "G",
+    "a",
+    "b",
+    "Stop",
+];
+
+/// A lake for a policy of 16 tokens that says anything, in the form of think and answer.
+fn babbling_source(folder: &Path, settings: &str) -> (TextSource, Policy) {
+    common::one_thread();
+    let vocabulary: serde_json::Map<String, serde_json::Value> =
+        WORDS.iter().enumerate().map(|(id, word)| ((*word).to_owned(), id.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "post_processor": null, "decoder": null,
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": "</?\\w+>|Left|Down|Right|Up|Stop|[PO_Gab]"},
+            "behavior": "Removed", "invert": true
+        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let yaml = format!(
+        "policy: {{checkpoint: {}}}\n\
+         environment: {{name: frozen_lake, rules: {{message: bare, max_turns: 1, {settings}}}}}\n\
+         sampling: {{tokenizer: tokenizer.json, max_tokens: 12, stop: [</answer>, Stop Stop]}}",
+        fixture("double.pt").display()
+    );
+    let config = Config::parse(&yaml, "test", folder, &[]).unwrap().resolve_training().unwrap();
+    let sections = config.train_sections();
+    let source = TextSource::new(&sections.environment.unwrap(), &sections.sampling, 1.0).unwrap();
+    (source, Policy::load(&fixture("double.pt"), &Default::default()).unwrap())
+}
+
+#[test]
+fn reasoning_lies_between_its_tags_and_a_stop_may_close_the_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut source, policy) = babbling_source(folder.path(), "tags: think_answer");
+    let request = SourceRequest { group_size: 1500, ..visits(&[0, 1, 2, 3]) };
+    let groups = source.sample(&policy, &request).unwrap();
+    let (mut well_formed, mut stopped) = (0, 0);
+    for (row, outcome) in
+        groups.iter().flat_map(|it| it.group.trajectories.iter().zip(&it.outcomes))
+    {
+        let ids = row.content.actions();
+        let word = |id: &i64| WORDS[*id as usize];
+        // Nothing is sampled after a stop.
+        let stop = ids.iter().position(|id| word(id) == "</answer>").into_iter();
+        let twice = ids.windows(2).position(|pair| pair.iter().all(|id| word(id) == "Stop"));
+        let end = stop.chain(twice.map(|at| at + 1)).min();
+        assert_eq!(ids.len(), end.map_or(12, |at| at + 1));
+        stopped += usize::from(twice.is_some());
+        // The first <think> that </think> <answer> follow, and later </answer>.
+        let find = |name: &str, from: usize| (from..ids.len()).find(|at| word(&ids[*at]) == name);
+        let expected = find("<think>", 0).and_then(|first| {
+            let closed = (first + 1..ids.len().saturating_sub(1))
+                .find(|at| word(&ids[*at]) == "</think>" && word(&ids[*at + 1]) == "<answer>")?;
+            find("</answer>", closed + 2)?;
+            Some((first + 1, closed))
+        });
+        assert_eq!(outcome.malformed, usize::from(expected.is_none()), "{ids:?}");
+        let spans: Option<Vec<(usize, usize)>> =
+            expected.filter(|(first, last)| last > first).map(|span| vec![span]);
+        assert_eq!(row.reasoning, spans, "{ids:?}");
+        well_formed += usize::from(expected.is_some());
+    }
+    assert!(well_formed > 2 && stopped > 2, "{well_formed} of the form, {stopped} by a text");
+}
+
+#[test]
+fn a_stop_is_no_part_of_an_answer_without_tags() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = "tags: none, separator: G, max_actions_per_turn: 9";
+    let (mut source, policy) = babbling_source(folder.path(), settings);
+    let request = SourceRequest { group_size: 400, ..visits(&[0, 1]) };
+    let groups = source.sample(&policy, &request).unwrap();
+    let mut valid = 0;
+    for (row, outcome) in
+        groups.iter().flat_map(|it| it.group.trajectories.iter().zip(&it.outcomes))
+    {
+        let words: Vec<&str> = row.content.actions().iter().map(|id| WORDS[*id as usize]).collect();
+        if words.len() == 2 && words[1] == "</answer>" {
+            let is_move = ["Left", "Down", "Right", "Up"].contains(&words[0]);
+            let is_empty = words[0] == "G";
+            assert_eq!(outcome.invalid_actions, usize::from(!is_move && !is_empty), "{words:?}");
+            valid += usize::from(is_move);
+        }
+    }
+    assert!(valid > 0, "some are a move and a stop");
+}
+
 /// Everything that goes from step to step, in a run small enough for a test.
 const SMALL: [&str; 14] = [
     "algorithm.preset=ppo",

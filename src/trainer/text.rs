@@ -1,13 +1,15 @@
 //! Trajectories of a language model in a text environment.
 
+use std::ops::Range;
+
 use tch::Tensor;
 
 use super::source::{Outcome, SampledGroup, Source, SourceRequest, Visit};
 use crate::config::{EnvironmentConfig, SamplingConfig};
-use crate::env::{self, Environment, Episode, Rules, Seed};
+use crate::env::{self, Environment, Episode, Rules, Seed, Tags};
 use crate::error::{Error, Result};
 use crate::objective::OverlongPenalty;
-use crate::policy::{Policy, SampleRequest, SamplingOptions, StopReason};
+use crate::policy::{Policy, Sample, SampleRequest, SamplingOptions, StopReason};
 use crate::rollout::{Content, Group, TextTokenizer, Trajectory};
 
 /// Tokens beyond the length of a stop text that are decoded to look for it.
@@ -116,18 +118,15 @@ impl TextSource {
         let samples = policy.sample(requests, options, &mut ends)?;
         for (index, sample) in running.into_iter().zip(samples) {
             let row = &mut rows[index];
-            let kept = sample.tokens.len() - usize::from(sample.stop == StopReason::Token);
-            let text = self.decode(&sample.tokens[..kept])?;
-            let text = self.before_stop(&text);
+            let text = self.text(&sample)?;
             let start = row.response.len();
             row.take(&sample.tokens, &sample.logprobs, &sample.sampler_logprobs);
-            let turn = row.episode.respond(text)?;
+            let turn = row.episode.respond(&text)?;
             let reward = turn.reward - turn.penalty;
-            if let Some(bytes) = turn.reasoning.clone() {
-                let at = |byte| self.tokens_before(&sample.tokens, byte);
-                let (first, last) = (start + at(bytes.start)?, start + at(bytes.end)?);
+            if let Some(bytes) = &turn.reasoning {
+                let (first, last) = self.tokens_of(&sample.tokens, bytes)?;
                 if last > first {
-                    row.reasoning.push((first, last));
+                    row.reasoning.push((start + first, start + last));
                 }
             }
             // A turn's reward is earned by its last token.
@@ -158,23 +157,41 @@ impl TextSource {
         })
     }
 
-    fn before_stop<'a>(&self, text: &'a str) -> &'a str {
-        let end = self.stop_texts.iter().filter_map(|stop| text.find(stop.as_str())).min();
-        &text[..end.unwrap_or(text.len())]
+    /// What the environment reads of a response, up to the first stop. The stop may be the tag that closes
+    /// the answer; only where the whole response is the answer is it no part of it.
+    fn text(&self, sample: &Sample) -> Result<String> {
+        let drops_stop = self.rules.tags == Tags::None;
+        let drops_token = drops_stop && sample.stop == StopReason::Token;
+        let kept = sample.tokens.len() - usize::from(drops_token);
+        let mut text = self.decode(&sample.tokens[..kept])?;
+        let ends = self.stop_texts.iter().filter_map(|stop| {
+            let start = text.find(stop.as_str())?;
+            Some(if drops_stop { start } else { start + stop.len() })
+        });
+        if let Some(end) = ends.min() {
+            text.truncate(end);
+        }
+        Ok(text)
     }
 
-    /// How many tokens it takes to spell out so many bytes of a response's text.
-    fn tokens_before(&self, tokens: &[i64], bytes: usize) -> Result<usize> {
-        let (mut low, mut high) = (0, tokens.len());
-        while low < high {
-            let middle = low + (high - low) / 2;
-            if self.decode(&tokens[..middle])?.len() < bytes {
-                low = middle + 1;
-            } else {
-                high = middle;
+    /// The tokens that lie within some bytes of a response's text.
+    fn tokens_of(&self, tokens: &[i64], bytes: &Range<usize>) -> Result<(usize, usize)> {
+        // The least number of tokens whose text is long enough.
+        let least = |is_enough: &dyn Fn(usize) -> bool| -> Result<usize> {
+            let (mut low, mut high) = (0, tokens.len());
+            while low < high {
+                let middle = low + (high - low) / 2;
+                if is_enough(self.decode(&tokens[..middle])?.len()) {
+                    high = middle;
+                } else {
+                    low = middle + 1;
+                }
             }
-        }
-        Ok(low)
+            Ok(low)
+        };
+        let first = least(&|length| length >= bytes.start)?;
+        let beyond = least(&|length| length > bytes.end)?;
+        Ok((first, beyond.saturating_sub(1)))
     }
 
     fn encode(&self, format: &str, message: &str) -> Result<Vec<i64>> {
