@@ -5,7 +5,9 @@ mod diagnostics;
 mod environment;
 mod filter;
 mod machine;
+mod optimizer;
 mod resolve;
+mod sampling;
 mod sections;
 mod training;
 
@@ -13,6 +15,8 @@ pub use diagnostics::DiagnosticsConfig;
 pub use environment::*;
 pub use filter::FilterConfig;
 pub use machine::{DeviceName, Threads};
+pub use optimizer::*;
+pub use sampling::*;
 use sections::number_or;
 pub use sections::*;
 pub use training::*;

@@ -70,6 +70,7 @@ mod optimizer;
 mod prepare;
 mod record;
 mod run;
+mod sampling;
 pub mod schedule;
 mod score;
 mod source;

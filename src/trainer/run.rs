@@ -6,27 +6,19 @@ use std::time::Instant;
 
 use super::checkpoint::CheckpointStore;
 use super::prepare::Parts;
-use super::record::{
-    ReasoningRecord, SampleRecord, SplitRecord, StepRecord, Times, TrainReport, UpdateRecord,
-    ValidationRecord, has_equal_rewards,
-};
+use super::record::{ReasoningRecord, SplitRecord, StepRecord, Times, TrainReport, UpdateRecord};
 use super::score;
-use super::source::{Outcome, SampledGroup, SourceRequest, Visit};
+use super::source::Outcome;
 use super::state::{Saved, State};
 use super::update::{Learners, UpdatePlan};
-use crate::config::{Config, OnLimit, TrainSections};
+use crate::config::{Config, TrainSections};
 use crate::diagnostics::{self, Examined, History};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::filter::{KeptRecord, Need, Scores};
 use crate::objective::Algorithm;
 use crate::policy::Policy;
 use crate::rollout::{Batch, Group};
 use crate::study::{self, BatchRecord, Decomposer, PolicyRecord, PreparedBatch};
-
-/// Visits of validations, apart from those of training.
-const VALIDATION: u64 = 1 << 63;
-/// Tasks of validations begin here, far from those of training.
-const VALIDATION_TASKS: u64 = 1 << 31;
 
 /// Looks on while a policy is trained.
 pub trait Observer {
@@ -183,73 +175,6 @@ impl Trainer {
         Ok(record)
     }
 
-    /// Groups for a step, with dynamic sampling until there are enough whose rewards differ. What was
-    /// accepted is never thrown away.
-    fn sample(&mut self, time: &mut Times) -> Result<(SampleRecord, Vec<SampledGroup>)> {
-        let started = Instant::now();
-        let wanted = self.sections.training.groups;
-        let dynamic = self.sections.sampling.dynamic_sampling();
-        let (mut accepted, mut left_out): (Vec<SampledGroup>, Vec<SampledGroup>) =
-            Default::default();
-        let mut rounds = 0;
-        while accepted.len() < wanted && rounds < dynamic.map_or(1, |dynamic| dynamic.rounds) {
-            let request = SourceRequest {
-                visits: self.visits(wanted - accepted.len()),
-                group_size: self.sections.training.group_size,
-                greedy: false,
-            };
-            let groups = self.parts.source.sample(&self.parts.policy, &request)?;
-            check_groups(&groups, &request)?;
-            rounds += 1;
-            for group in groups {
-                let is_empty = dynamic.is_some() && has_equal_rewards(&group);
-                if is_empty { &mut left_out } else { &mut accepted }.push(group);
-            }
-        }
-        time.sampling = started.elapsed().as_secs_f64();
-        let record = SampleRecord {
-            rounds,
-            left_out: left_out.len(),
-            ..SampleRecord::new(accepted.iter().chain(&left_out))
-        };
-        Ok((record, accepted))
-    }
-
-    /// The next tasks of the run.
-    fn visits(&mut self, count: usize) -> Vec<Visit> {
-        let training = &self.sections.training;
-        let run = (training.seed & u64::from(u32::MAX)) << 32;
-        let first = self.state.visits;
-        self.state.visits += count as u64;
-        let task = |visit: u64| training.tasks.map_or(visit, |tasks| visit % tasks);
-        (first..self.state.visits)
-            .map(|visit| Visit { task: run | (task(visit) % VALIDATION_TASKS), visit })
-            .collect()
-    }
-
-    /// What to do about too few groups, if dynamic sampling has found too few.
-    fn shortage(&self, sampled: &SampleRecord) -> Option<OnLimit> {
-        let dynamic = self.sections.sampling.dynamic_sampling()?;
-        let accepted = sampled.groups - sampled.left_out;
-        (accepted < self.sections.training.groups).then_some(dynamic.on_limit)
-    }
-
-    /// Whether the step makes no update since it is short of groups.
-    fn is_held_back(&self, sampled: &SampleRecord) -> bool {
-        self.shortage(sampled).is_some_and(|choice| choice != OnLimit::Train)
-    }
-
-    fn stop_if_short(&mut self, sampled: &SampleRecord) {
-        if self.shortage(sampled) == Some(OnLimit::Stop) {
-            self.state.stopped = Some(format!(
-                "dynamic sampling found {} of {} groups with unequal rewards in {} rounds",
-                sampled.groups - sampled.left_out,
-                self.sections.training.groups,
-                sampled.rounds
-            ));
-        }
-    }
-
     /// Puts reference log-probabilities and values into the trajectories.
     fn fill(&self, batch: &mut Batch) -> Result<()> {
         let budget = self.sections.training.token_budget;
@@ -388,36 +313,6 @@ impl Trainer {
         Ok(())
     }
 
-    fn validate(&mut self, time: &mut Times) -> Result<Option<ValidationRecord>> {
-        let validation = &self.sections.validation;
-        let is_last = self.state.step == self.sections.training.steps;
-        let due =
-            validation.every > 0 && (is_last || self.state.step.is_multiple_of(validation.every));
-        if !due {
-            return Ok(None);
-        }
-        let started = Instant::now();
-        let run = (self.sections.training.seed & u64::from(u32::MAX)) << 32;
-        let request = SourceRequest {
-            // The same tasks each time, and other luck.
-            visits: (0..validation.groups as u64)
-                .map(|index| Visit {
-                    task: run | (VALIDATION_TASKS + index),
-                    visit: VALIDATION | (self.state.step << 24) | index,
-                })
-                .collect(),
-            group_size: validation.group_size,
-            greedy: validation.greedy,
-        };
-        let source = self.parts.validation.as_mut().unwrap_or(&mut self.parts.source);
-        let groups = source.sample(&self.parts.policy, &request)?;
-        check_groups(&groups, &request)?;
-        let record = ValidationRecord::new(&groups);
-        self.state.validation = Some(record);
-        time.validation = started.elapsed().as_secs_f64();
-        Ok(Some(record))
-    }
-
     /// The rules of an early stop.
     fn judge(&mut self, record: &StepRecord) {
         let rules = self.sections.early_stop;
@@ -505,40 +400,4 @@ impl Trainer {
 /// Every so many steps, the first among them; never if that is 0.
 fn is_due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
-}
-
-/// What the loop relies on of a source of someone's own.
-fn check_groups(groups: &[SampledGroup], request: &SourceRequest) -> Result<()> {
-    let refuse = |expected: String, found: String| {
-        Err(Error::Argument { argument: "the groups of a source", expected, found })
-    };
-    if groups.len() != request.visits.len() {
-        return refuse(format!("{} of them", request.visits.len()), groups.len().to_string());
-    }
-    for SampledGroup { group, outcomes } in groups {
-        let rows = group.trajectories.len();
-        if rows == 0 || outcomes.len() != rows {
-            return refuse(
-                "trajectories, and an outcome for each".into(),
-                format!("{rows} and {} in group `{}`", outcomes.len(), group.id),
-            );
-        }
-        for row in &group.trajectories {
-            let length = row.content.len();
-            let old = row.old_logprobs.as_ref().map(Vec::len);
-            if row.sampled() == 0 || row.mask.len() != length || old != Some(length) {
-                return refuse(
-                    "a sampled token, a mask and old_logprobs of the length of the response".into(),
-                    format!("{} sampled of {length} in group `{}`", row.sampled(), group.id),
-                );
-            }
-            if !row.reward.is_finite() {
-                return refuse(
-                    "finite rewards".into(),
-                    format!("{} in group `{}`", row.reward, group.id),
-                );
-            }
-        }
-    }
-    Ok(())
 }
