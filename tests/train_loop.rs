@@ -136,6 +136,60 @@ fn dynamic_sampling_keeps_what_it_has_and_ends_at_its_bound() {
 }
 
 #[test]
+fn a_skipped_step_leaves_its_groups_to_the_next_also_over_a_restart() {
+    common::one_thread();
+    let yaml = "algorithm: {preset: dapo}\nfilter: {strategy: none}\n\
+                sampling: {dynamic: {rounds: 1, on_limit: skip}}\n\
+                training: {steps: 3, groups: 3, group_size: 2}\n\
+                optimizer: {learning_rate: 0.1}\ncheckpoint: {every: 1}";
+    // Two of three groups are accepted; the second step asks for one more and gets none; the third does.
+    let rewards = [[0.7, 0.1], EQUAL, [0.0, 0.3], EQUAL, MIXED];
+    let run = |folder: &Path, given: usize, stop_after: Option<usize>| {
+        let from = latest(folder).unwrap().map(|found| found.checkpoint);
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let source = Scripted {
+            rewards: rewards.to_vec(),
+            old_logprob: -2.8,
+            given,
+            requests: Arc::clone(&requests),
+        };
+        let mut trainer =
+            Trainer::with_source(scripted_config(yaml), Box::new(source), from.as_ref()).unwrap();
+        trainer.save_to(folder).unwrap();
+        let mut records = Records(Vec::new(), stop_after);
+        trainer.run(&mut records).unwrap();
+        let requests = requests.lock().unwrap().clone();
+        (requests, records.0)
+    };
+    let saved = |folder: &Path| {
+        let checkpoint = latest(folder).unwrap().unwrap().checkpoint;
+        let policy = checkpoint.file("policy.pt").unwrap();
+        weights(&Policy::load(&policy, &Default::default()).unwrap())
+    };
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (requests, records) = run(whole.path(), 0, None);
+    assert_eq!(requests, [3, 1, 1]);
+    let groups = |record: &StepRecord| {
+        let sampled = &record.sampled;
+        (sampled.carried, sampled.groups, sampled.left_out, record.kept.groups)
+    };
+    assert_eq!(
+        records.iter().map(groups).collect::<Vec<_>>(),
+        [(0, 3, 1, 2), (2, 1, 1, 2), (2, 1, 0, 3)]
+    );
+    // What is carried was counted by the step that sampled it.
+    assert_eq!((records[1].sampled.reward_mean, records[2].sampled.tokens), (1.0, 4));
+    let updates = records.iter().map(|record| record.update.as_ref().map(|update| update.updates));
+    assert_eq!(updates.collect::<Vec<_>>(), [None, None, Some(1)]);
+
+    run(parts.path(), 0, Some(2));
+    let (requests, records) = run(parts.path(), 4, None);
+    assert_eq!((requests, groups(&records[0])), (vec![1], (2, 1, 0, 3)));
+    assert_eq!(saved(parts.path()), saved(whole.path()));
+    assert_ne!(saved(whole.path()), weights(scripted(yaml, &rewards).0.policy()));
+}
+
+#[test]
 fn dynamic_sampling_stops_at_enough_groups() {
     let yaml = "algorithm: {preset: dapo}\ntraining: {steps: 2, groups: 2, group_size: 2}";
     let (trainer, requests) = scripted(yaml, &[EQUAL, MIXED, EQUAL, MIXED, MIXED]);

@@ -92,7 +92,7 @@ pub enum OnLimit {
     /// Train on the groups that there are.
     #[default]
     Train,
-    /// Make no update.
+    /// Make no update, and leave the groups to the next step.
     Skip,
     /// End the run.
     Stop,

@@ -336,6 +336,7 @@ fn scalars(record: &StepRecord) -> Vec<(&'static str, Option<f64>)> {
         ("sampling/truncated_share", some(sampled.truncated_share)),
         ("sampling/rounds", some(sampled.rounds as f64)),
         ("sampling/left_out", some(sampled.left_out as f64)),
+        ("sampling/carried", some(sampled.carried as f64)),
         ("perf/sampling_tokens_per_second", time.sampling_rate()),
         ("perf/update_tokens_per_second", time.update_rate()),
         ("perf/seconds/sampling", some(time.sampling)),

@@ -12,10 +12,12 @@ pub use reader::{OnProblem, ReadOptions, read};
 pub(crate) use text::TextTokenizer;
 pub use write::RolloutLine;
 
+use serde::{Deserialize, Serialize};
+
 use crate::objective::Counts;
 
 /// What a trajectory shows the policy and what the policy did.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Content {
     /// A language model's: the response follows the prompt in one sequence.
     Tokens {
@@ -57,7 +59,7 @@ impl Content {
 
 /// One sampled answer to one prompt. Arrays over the response have length `T`, and hold 0 where
 /// the mask is false.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
     /// The line of the file, counted from 1.
     pub line: usize,
@@ -100,7 +102,7 @@ impl Trajectory {
 
 /// A prompt and its trajectories, each with a sampled token, in file order; at least two, unless
 /// [`OnProblem::Keep`] lets one stand.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     /// The `group_id` of the file.
     pub id: String,
@@ -182,7 +184,7 @@ impl Rollouts {
 }
 
 /// What a reader left out, and what it found odd.
-#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ReadReport {
     /// Lines that hold a trajectory.
     pub trajectories: usize,

@@ -148,9 +148,17 @@ pub struct SampleRecord {
     pub rounds: u64,
     /// Groups that dynamic sampling left out, for their rewards were all equal.
     pub left_out: usize,
+    /// Groups that the step before had accepted and made no update with, being short of them. This step
+    /// learns from them too; the other numbers leave them out.
+    pub carried: usize,
 }
 
 impl SampleRecord {
+    /// Groups that the step can learn from.
+    pub(super) fn accepted(&self) -> usize {
+        self.carried + self.groups - self.left_out
+    }
+
     pub(super) fn new<'a>(groups: impl IntoIterator<Item = &'a SampledGroup>) -> Self {
         let groups: Vec<&SampledGroup> = groups.into_iter().collect();
         let rows = || groups.iter().flat_map(|group| &group.group.trajectories);
@@ -191,6 +199,7 @@ impl SampleRecord {
             overlong_penalty_mean: of(&|outcome| outcome.overlong_penalty),
             rounds: 1,
             left_out: 0,
+            carried: 0,
         }
     }
 }

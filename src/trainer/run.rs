@@ -164,7 +164,9 @@ impl Trainer {
                 record.split = Some(SplitRecord::new(decomposed));
             }
             record.reasoning = self.diagnose(&batch, &mut time, observer)?;
-            if !chosen.is_empty() && !self.is_held_back(&sampled) {
+            if self.is_held_back(&sampled) {
+                self.carry(batch.groups, outcomes);
+            } else if !chosen.is_empty() {
                 let factor = record.kept.loss_factor;
                 record.update = Some(self.update(&batch, &prepared, &chosen, factor, &mut time)?);
             }

@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use super::record::{SampleRecord, Times, ValidationRecord, has_equal_rewards};
 use super::run::Trainer;
-use super::source::{SampledGroup, SourceRequest, Visit};
+use super::source::{Outcome, SampledGroup, SourceRequest, Visit};
 use crate::config::OnLimit;
 use crate::error::{Error, Result};
+use crate::rollout::Group;
 
 /// Visits of validations, apart from those of training.
 const VALIDATION: u64 = 1 << 63;
@@ -15,13 +16,14 @@ const VALIDATION_TASKS: u64 = 1 << 31;
 
 impl Trainer {
     /// Groups for a step, with dynamic sampling until there are enough whose rewards differ. What was
-    /// accepted is never thrown away.
+    /// accepted is never thrown away: a step that could not use it has left it to this one.
     pub(super) fn sample(&mut self, time: &mut Times) -> Result<(SampleRecord, Vec<SampledGroup>)> {
         let started = Instant::now();
         let wanted = self.sections.training.groups;
         let dynamic = self.sections.sampling.dynamic_sampling();
-        let (mut accepted, mut left_out): (Vec<SampledGroup>, Vec<SampledGroup>) =
-            Default::default();
+        let mut accepted = std::mem::take(&mut self.state.carried);
+        let carried = accepted.len();
+        let mut left_out = Vec::new();
         let mut rounds = 0;
         while accepted.len() < wanted && rounds < dynamic.map_or(1, |dynamic| dynamic.rounds) {
             let request = SourceRequest {
@@ -41,7 +43,8 @@ impl Trainer {
         let record = SampleRecord {
             rounds,
             left_out: left_out.len(),
-            ..SampleRecord::new(accepted.iter().chain(&left_out))
+            carried,
+            ..SampleRecord::new(accepted[carried..].iter().chain(&left_out))
         };
         Ok((record, accepted))
     }
@@ -61,8 +64,7 @@ impl Trainer {
     /// What to do about too few groups, if dynamic sampling has found too few.
     fn shortage(&self, sampled: &SampleRecord) -> Option<OnLimit> {
         let dynamic = self.sections.sampling.dynamic_sampling()?;
-        let accepted = sampled.groups - sampled.left_out;
-        (accepted < self.sections.training.groups).then_some(dynamic.on_limit)
+        (sampled.accepted() < self.sections.training.groups).then_some(dynamic.on_limit)
     }
 
     /// Whether the step makes no update since it is short of groups.
@@ -70,11 +72,18 @@ impl Trainer {
         self.shortage(sampled).is_some_and(|choice| choice != OnLimit::Train)
     }
 
+    /// Leaves the groups of a step without an update to the next one, whose policy is the same.
+    pub(super) fn carry(&mut self, groups: Vec<Group>, outcomes: Vec<Vec<Outcome>>) {
+        let groups = groups.into_iter().zip(outcomes);
+        self.state.carried =
+            groups.map(|(group, outcomes)| SampledGroup { group, outcomes }).collect();
+    }
+
     pub(super) fn stop_if_short(&mut self, sampled: &SampleRecord) {
         if self.shortage(sampled) == Some(OnLimit::Stop) {
             self.state.stopped = Some(format!(
                 "dynamic sampling found {} of {} groups with unequal rewards in {} rounds",
-                sampled.groups - sampled.left_out,
+                sampled.accepted(),
                 self.sections.training.groups,
                 sampled.rounds
             ));

@@ -1,5 +1,7 @@
 //! Where trajectories come from.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Result;
 use crate::policy::Policy;
 use crate::rollout::Group;
@@ -48,7 +50,7 @@ pub struct Visit {
 }
 
 /// A group, and what is known of its trajectories beside their rewards.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledGroup {
     /// The trajectories.
     pub group: Group,
@@ -57,7 +59,7 @@ pub struct SampledGroup {
 }
 
 /// How a trajectory went.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Whether the goal was reached, where there is one.
     pub success: Option<bool>,

@@ -5,6 +5,7 @@ use tch::Device;
 
 use super::checkpoint::{Checkpoint, CheckpointWriter, restore_torch_generator, torch_generator};
 use super::record::ValidationRecord;
+use super::source::SampledGroup;
 use super::stop::{EmptyFiltersState, ValidationFloorState, VarianceCollapseState};
 use super::{Critic, Optimizer};
 use crate::diagnostics::History;
@@ -42,6 +43,8 @@ pub(super) struct State {
     pub history: Option<History>,
     pub validation: Option<ValidationRecord>,
     pub stopped: Option<String>,
+    /// Groups of a step that was short of them: the policy is still the one that sampled them.
+    pub carried: Vec<SampledGroup>,
 }
 
 impl Default for State {
@@ -58,6 +61,7 @@ impl Default for State {
             history: None,
             validation: None,
             stopped: None,
+            carried: Vec::new(),
         }
     }
 }

@@ -82,7 +82,7 @@ impl<'a> CheckpointWriter<'a> {
     /// As [`file`](Self::file).
     pub fn json(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         self.file(name, |writer| {
-            serde_json::to_writer_pretty(&mut *writer, value)?;
+            serde_json::to_writer(&mut *writer, value)?;
             writer.write_all(b"\n")
         })
     }
