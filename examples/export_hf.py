@@ -9,10 +9,13 @@
     python export_hf.py FOLDER_OR_HUB_NAME --out policy.pt --check      # writes nothing, checks a file made before
 
 The file computes forward(input_ids [B, T], attention_mask [B, T]) -> logits [B, T, V], in eval mode, for any B and T,
-with padding on either side. It is not frozen: its parameters can be trained. tokenizer.json is written beside it when
-the model has one. The file gets its name only after it has passed the checks below.
+with padding on either side. It is not frozen: its parameters can be trained. A second method, forward_cached, lets
+`gradprism train` sample with a key-value cache; models whose attention is not full have it not, and --no-cache leaves
+it out. tokenizer.json is written beside the file when the model has one. The file gets its name only after it has
+passed the checks below.
 """
 import argparse
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, LlamaConfig, PreTrainedConfig,
+)  # fmt: skip
 from transformers.utils import logging
 
 # Largest gap between two ways to compute the same logits, as a share of the largest logit.
@@ -38,6 +43,26 @@ class CausalPolicy(nn.Module):
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).logits
+
+    def step(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Reads T tokens after P in the cache: keys and values of a layer in turn, [B, heads, P, width]."""
+        seen = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(cache[::2], cache[1::2])):
+            seen.update(keys, values, layer)
+        # A column sees those up to itself that are no padding. [B, 1, T, P + T], added to the scores.
+        columns = torch.ones_like(attention_mask[0]).cumsum(-1)
+        is_visible = columns <= columns[-input_ids.shape[1] :].unsqueeze(-1)
+        is_visible = is_visible & attention_mask.bool()[:, None, None, :]
+        scores = torch.zeros_like(is_visible, dtype=self.model.dtype)
+        mask = scores.masked_fill(~is_visible, torch.finfo(self.model.dtype).min)
+        # Later releases of transformers have another name for it.
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        logits = self.model(
+            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **{name: seen}
+        ).logits
+        return logits, [tensor for layer in seen.layers for tensor in (layer.keys, layer.values)]
 
 
 def tiny_config(shape: str) -> PreTrainedConfig:
@@ -65,16 +90,57 @@ def load_model(source: str | None, shape: str | None, dtype: torch.dtype, gguf: 
     return model.eval().requires_grad_(True)
 
 
-def trace(model: nn.Module) -> torch.jit.ScriptModule:
+def without_cache(model: nn.Module) -> str | None:
+    """Why the model can have no forward_cached."""
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"}:
+        return f"layers of {', '.join(sorted(layers))}"
+    # Some configurations name a window and do not use it.
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "attention in a sliding window"
+    return None
+
+
+def trace(model: nn.Module, has_cache: bool) -> torch.jit.ScriptModule:
     # A padded example: a mask of ones alone could make the model leave the mask out of the trace.
     input_ids = torch.arange(12).view(2, 6) % model.config.vocab_size
     attention_mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    policy = CausalPolicy(model).eval()
+    examples = {"forward": (input_ids, attention_mask)}
+    if has_cache:
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            cache = policy.step(input_ids[:, :3], attention_mask[:, :3], position_ids[:, :3], [])[1]
+        examples["step"] = (input_ids[:, 3:5], attention_mask[:, :5], position_ids[:, 3:5], cache)
     # The tracer warns of every Python number it stores; `check` below is the better judge of those.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        traced = torch.jit.trace(CausalPolicy(model).eval(), (input_ids, attention_mask), check_trace=False)
+        traced = torch.jit.trace_module(policy, examples, check_trace=False)
+    if has_cache:
+        define_cached(traced, model, cache)
     free_of_devices(traced)
     return traced
+
+
+def define_cached(traced: torch.jit.ScriptModule, model: nn.Module, cache: list[Tensor]) -> None:
+    """Adds forward_cached: the traced step, which begins with a cache of no columns."""
+    embedding = model.get_input_embeddings().weight
+    weight = next(name for name, value in traced.named_parameters() if value is embedding)
+    sizes = ", ".join(f"[input_ids.size(0), {heads}, 0, {width}]" for _, heads, _, width in (t.shape for t in cache))
+    traced.define(f"""
+def forward_cached(
+    self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: List[Tensor]
+) -> Tuple[Tensor, List[Tensor]]:
+    if len(cache) == 0:
+        cache = [self.{weight}.new_zeros(size) for size in [{sizes}]]
+    return self.step(input_ids, attention_mask, position_ids, cache)
+""")
+
+
+def graphs(traced: torch.jit.ScriptModule) -> list[torch._C.Graph]:
+    methods = [(module._c, name) for module in traced.modules() for name in module._c._method_names()]
+    return [module._get_method(name).graph for module, name in methods]
 
 
 def is_device(node: torch._C.Node) -> bool:
@@ -83,10 +149,7 @@ def is_device(node: torch._C.Node) -> bool:
 
 def free_of_devices(traced: torch.jit.ScriptModule) -> None:
     """Puts the device of an input where the trace stored a constant ("cpu"), so that the file can move to a GPU."""
-    for module in traced.modules():
-        if "forward" not in module._c._method_names():
-            continue
-        graph = module.graph
+    for graph in graphs(traced):
         tensors = [value for value in graph.inputs() if value.type().isSubtypeOf(torch._C.TensorType.get())]
         for node in graph.findAllNodes("prim::Constant"):
             if is_device(node) and tensors:
@@ -94,6 +157,7 @@ def free_of_devices(traced: torch.jit.ScriptModule) -> None:
                 device.output().setType(node.output().type())
                 graph.prependNode(device)
                 node.output().replaceAllUsesWith(device.output())
+                node.destroy()
 
 
 def save_tokenizer(source: str, path: Path, gguf: str | None) -> str:
@@ -117,6 +181,8 @@ def check(model: nn.Module, path: Path) -> None:
     # The profiling executor re-compiles at the second call and is slow in training.
     with torch.jit.optimized_execution(False):
         check_logits(model, policy)
+        if hasattr(policy, "forward_cached"):
+            check_cached(model, policy)
         check_gradient(policy)
     check_devices(policy)
 
@@ -134,14 +200,42 @@ def check_logits(model: nn.Module, policy: torch.jit.ScriptModule) -> None:
             attention_mask = torch.stack([F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads)])
             with torch.no_grad():
                 logits = policy(input_ids, attention_mask)
-                for row, mask, found in zip(rows, attention_mask, logits):
-                    expected = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
-                    gap = (found[mask.bool()] - expected).abs().max() / expected.abs().max()
-                    limit = TOLERANCE[model.dtype]
-                    assert gap <= limit, (
-                        f"batch {len(rows)}, length {max(lengths)}, {side} padding: the logits of a row of "
-                        f"{len(row)} tokens differ from the model's by {gap:.1e} of the largest (limit {limit:.0e})"
-                    )
+            place = f"batch {len(rows)}, length {max(lengths)}, {side} padding"
+            for row, mask, found in zip(rows, attention_mask, logits):
+                check_row(model, row, found[mask.bool()], place)
+
+
+def check_cached(model: nn.Module, policy: torch.jit.ScriptModule) -> None:
+    """A padded batch read in parts of unequal length, a row dropped between two of them."""
+    longest = min(40, getattr(model.config, "max_position_embeddings", 40))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(model.config.vocab_size, (3, longest), generator=generator)
+    mask = torch.ones_like(rows)
+    mask[1, : longest // 2] = 0
+    mask[2, : longest - 4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, parts, kept = [], [], torch.tensor([0, 1, 2])
+    with torch.no_grad():
+        for start, end in [(0, longest - 3), (longest - 3, longest - 2), (longest - 2, longest)]:
+            new = [kept, slice(start, end)]
+            logits, cache = policy.forward_cached(rows[*new], mask[kept, :end], positions[*new], cache)
+            parts.append(logits[-2:])
+            if len(kept) == 3:
+                kept = kept[1:]
+                cache = [tensor[1:] for tensor in cache]
+    for row, kept, found in zip(rows[1:], mask[1:].bool(), torch.cat(parts, 1)):
+        check_row(model, row[kept], found[kept], "forward_cached (see --no-cache)")
+
+
+def check_row(model: nn.Module, row: Tensor, found: Tensor, place: str) -> None:
+    with torch.no_grad():
+        expected = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
+    gap = (found - expected).abs().max() / expected.abs().max()
+    limit = TOLERANCE[model.dtype]
+    assert gap <= limit, (
+        f"{place}: the logits of a row of {len(row)} tokens differ from the model's by {gap:.1e} of the largest "
+        f"(limit {limit:.0e})"
+    )
 
 
 def check_gradient(policy: torch.jit.ScriptModule) -> None:
@@ -152,8 +246,8 @@ def check_gradient(policy: torch.jit.ScriptModule) -> None:
 
 
 def check_devices(policy: torch.jit.ScriptModule) -> None:
-    graph = policy.inlined_graph  # the name keeps it alive: a node does not
-    stored = [node for node in graph.findAllNodes("prim::Constant") if is_device(node)]
+    kept = graphs(policy)  # the list keeps them alive: a node does not
+    stored = [node for graph in kept for node in graph.findAllNodes("prim::Constant") if is_device(node)]
     assert not stored, f"the trace is bound to a device: {stored[0]}"
 
 
@@ -164,6 +258,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--gguf", help="the name of a GGUF file in the model's folder, to take the weights from")
     parser.add_argument("--random-tiny", choices=["gpt2", "llama"], help="a tiny model with random weights instead")
+    parser.add_argument("--no-cache", action="store_true", help="leave forward_cached out")
     parser.add_argument("--check", action="store_true", help="only check that the file at --out is this model")
     args = parser.parse_args()
     if (args.model is None) == (args.random_tiny is None):
@@ -182,7 +277,10 @@ def main() -> int:
     if not args.check:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         path = args.out.with_name(args.out.name + ".unchecked")
-        trace(model).save(str(path))
+        reason = "--no-cache" if args.no_cache else without_cache(model)
+        if reason is not None:
+            print(f"no forward_cached ({reason}): tokens will be sampled by passes over whole prefixes")
+        trace(model, reason is None).save(str(path))
     try:
         check(model, path)
     except AssertionError as error:

@@ -222,21 +222,9 @@ fn exported_models_are_studied_by_the_batched_engine() {
     let Some(python) = common::python("exported_models_are_studied_by_the_batched_engine") else {
         return;
     };
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/export_hf.py");
     for shape in ["gpt2", "llama"] {
         let folder = tempfile::tempdir().unwrap();
-        let checkpoint = folder.path().join("policy.pt");
-        let output = std::process::Command::new(&python)
-            .arg(&script)
-            .args(["--random-tiny", shape, "--out"])
-            .arg(&checkpoint)
-            .output()
-            .unwrap();
-        if stderr(&output).contains("No module named 'transformers'") {
-            eprintln!("SKIPPED: that Python has no transformers");
-            return;
-        }
-        assert!(output.status.success(), "{}", stderr(&output));
+        let Some(checkpoint) = common::export_hf(&python, shape, folder.path()) else { return };
         let lines = common::lines(&common::synthetic_batch(2, 1));
         let study = common::StudyFolder::new(&checkpoint, &lines, "");
         let output = study.run(&["--set", "decomposition.engine=batched"]);

@@ -327,24 +327,42 @@ fn a_row_draws_the_same_in_any_batch_order_and_budget() {
 
 #[test]
 fn a_cache_changes_nothing() {
-    let contexts = contexts(20, 3);
     for (dtype, tolerance) in [(Dtype::Float64, 1e-10), (Dtype::Keep, 1e-4)] {
-        let policy = load("cached.pt", dtype);
-        assert!(policy.has_cache());
-        let options = SamplingOptions { max_tokens: 16, stop_tokens: vec![1, 7], ..plain() };
-        let without = SamplingOptions { use_cache: false, ..options.clone() };
-        let found = sample(&policy, &slices(&contexts), &options).unwrap();
-        let expected = sample(&policy, &slices(&contexts), &without).unwrap();
-        assert_eq!(tokens(&found), tokens(&expected));
+        let samples = with_and_without_cache(&load("cached.pt", dtype), vec![1, 7], tolerance);
         // Rows left their batch at different times.
-        assert!(found.iter().any(|sample| sample.stop == StopReason::Token));
-        assert!(found.iter().any(|sample| sample.tokens.len() > 4));
-        for (found, expected) in found.iter().zip(&expected) {
-            for (found, expected) in found.logprobs.iter().zip(&expected.logprobs) {
-                assert_close(*found, *expected, tolerance, 1.0, "logprob");
-            }
+        assert!(samples.iter().any(|sample| sample.stop == StopReason::Token));
+        assert!(samples.iter().any(|sample| sample.tokens.len() > 4));
+    }
+}
+
+#[test]
+fn the_cache_of_an_exported_model_changes_nothing() {
+    let Some(python) = common::python("the_cache_of_an_exported_model_changes_nothing") else {
+        return;
+    };
+    common::one_thread();
+    for shape in ["gpt2", "llama"] {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(checkpoint) = common::export_hf(&python, shape, folder.path()) else { return };
+        let policy = Policy::load(&checkpoint, &PolicyOptions::default()).unwrap();
+        with_and_without_cache(&policy, (0..30).collect(), 1e-4);
+    }
+}
+
+fn with_and_without_cache(policy: &Policy, stop_tokens: Vec<i64>, tolerance: f64) -> Vec<Sample> {
+    let contexts = contexts(20, 3);
+    assert!(policy.has_cache());
+    let options = SamplingOptions { max_tokens: 16, stop_tokens, ..plain() };
+    let without = SamplingOptions { use_cache: false, ..options.clone() };
+    let found = sample(policy, &slices(&contexts), &options).unwrap();
+    let expected = sample(policy, &slices(&contexts), &without).unwrap();
+    assert_eq!(tokens(&found), tokens(&expected));
+    for (found, expected) in found.iter().zip(&expected) {
+        for (found, expected) in found.logprobs.iter().zip(&expected.logprobs) {
+            assert_close(*found, *expected, tolerance, 1.0, "logprob");
         }
     }
+    found
 }
 
 #[test]

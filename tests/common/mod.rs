@@ -48,6 +48,24 @@ pub fn python(test: &str) -> Option<PathBuf> {
     python
 }
 
+/// A tiny model of this shape, exported as `examples/export_hf.py` does it; none, and a word, if that
+/// Python has no transformers.
+pub fn export_hf(python: &Path, shape: &str, folder: &Path) -> Option<PathBuf> {
+    let checkpoint = folder.join("policy.pt");
+    let output = Command::new(python)
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/export_hf.py"))
+        .args(["--random-tiny", shape, "--out"])
+        .arg(&checkpoint)
+        .output()
+        .unwrap();
+    if stderr(&output).contains("No module named 'transformers'") {
+        eprintln!("SKIPPED: that Python has no transformers");
+        return None;
+    }
+    assert!(output.status.success(), "{}", stderr(&output));
+    Some(checkpoint)
+}
+
 /// `|found − expected| <= tolerance·scale`.
 #[track_caller]
 pub fn assert_close(found: f64, expected: f64, tolerance: f64, scale: f64, what: &str) {
