@@ -350,13 +350,16 @@ fn the_cache_of_an_exported_model_changes_nothing() {
 }
 
 fn with_and_without_cache(policy: &Policy, stop_tokens: Vec<i64>, tolerance: f64) -> Vec<Sample> {
-    let contexts = contexts(20, 3);
+    // Some come twice, as those of a group do.
+    let mut contexts = contexts(20, 3);
+    contexts.extend_from_within(5..12);
     assert!(policy.has_cache());
     let options = SamplingOptions { max_tokens: 16, stop_tokens, ..plain() };
     let without = SamplingOptions { use_cache: false, ..options.clone() };
     let found = sample(policy, &slices(&contexts), &options).unwrap();
     let expected = sample(policy, &slices(&contexts), &without).unwrap();
     assert_eq!(tokens(&found), tokens(&expected));
+    assert_ne!(found[5].tokens, found[20].tokens, "of one context");
     for (found, expected) in found.iter().zip(&expected) {
         for (found, expected) in found.logprobs.iter().zip(&expected.logprobs) {
             assert_close(*found, *expected, tolerance, 1.0, "logprob");

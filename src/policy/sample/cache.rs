@@ -1,5 +1,7 @@
 //! The key-value cache: finding a module's method for it, calling it, and holding it to forward.
 
+use std::collections::HashMap;
+
 use tch::{Kind, Tensor};
 
 use super::super::{Policy, check, signature};
@@ -44,8 +46,27 @@ pub(super) struct CachedPass<'a> {
 }
 
 impl<'a> CachedPass<'a> {
-    /// Reads the prefixes; gives the logits `[B, V]` of what follows each.
+    /// Reads the prefixes, equal ones once; gives the logits `[B, V]` of what follows each.
     pub fn start(policy: &'a Policy, prefixes: &[&[i64]]) -> Result<(Self, Tensor)> {
+        let mut places = HashMap::new();
+        let mut different = Vec::new();
+        let mut rows = Vec::with_capacity(prefixes.len());
+        for prefix in prefixes {
+            rows.push(*places.entry(prefix).or_insert_with(|| {
+                different.push(*prefix);
+                different.len() as i64 - 1
+            }));
+        }
+        let (mut pass, logits) = Self::read(policy, &different)?;
+        if different.len() == prefixes.len() {
+            return Ok((pass, logits));
+        }
+        let rows = Tensor::from_slice(&rows).to_device(policy.device());
+        pass.select(&rows)?;
+        Ok((pass, logits.f_index_select(0, &rows)?))
+    }
+
+    fn read(policy: &'a Policy, prefixes: &[&[i64]]) -> Result<(Self, Tensor)> {
         let longest = prefixes.iter().map(|prefix| prefix.len()).max().unwrap_or(0);
         let (mut ids, mut mask) = (Vec::new(), Vec::new());
         for (row, prefix) in prefixes.iter().enumerate() {
@@ -79,9 +100,12 @@ impl<'a> CachedPass<'a> {
         if rows.len() as i64 == self.mask.size()[0] {
             return Ok(());
         }
-        let rows = Tensor::from_slice(rows).to_device(self.policy.device());
+        self.select(&Tensor::from_slice(rows).to_device(self.policy.device()))
+    }
+
+    fn select(&mut self, rows: &Tensor) -> Result<()> {
         for tensor in self.cache.iter_mut().chain([&mut self.mask]) {
-            *tensor = tensor.f_index_select(0, &rows)?;
+            *tensor = tensor.f_index_select(0, rows)?;
         }
         Ok(())
     }

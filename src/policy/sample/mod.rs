@@ -104,7 +104,8 @@ impl Policy {
     /// * `position_ids` `[B, T]`, int64: 0 at the first token of each row, padding not counted (0 on
     ///   padding).
     /// * Returned are the logits `[B, T, V]` and the new cache: any number of tensors, of any shape as
-    ///   long as the batch is dimension 0, since rows that end are dropped from each by `index_select`.
+    ///   long as the batch is dimension 0, since rows that end are dropped from each by `index_select`,
+    ///   and equal contexts are read once and then repeated by it.
     ///
     /// The argument names are free, the types are not. Before a policy's cache is first used, it is
     /// held to forward on a row of the batch and a part of it: a padded first call, a token, a row
