@@ -233,7 +233,7 @@ fn wrong_configurations() {
     refused("algorithm.preset=gpro", &["grpo", "`gpro`"]);
     refused("algorithm.clip_low=1.5", &["algorithm.clip_low", "from 0 to 1", "1.5"]);
     refused("algorithm.clip_high=-0.1", &["algorithm.clip_high", "-0.1"]);
-    refused("algorithm.kl.coef=-1", &["algorithm.kl.coef", "at least 0"]);
+    refused("algorithm.kl.coef=-1", &["algorithm.kl.coef", "from 0 to 1000000"]);
     refused("algorithm.kl.coef=.nan", &["algorithm.kl.coef", "NaN"]);
     refused("algorithm.entropy_coef=.inf", &["algorithm.entropy_coef", "inf"]);
     refused("algorithm.dual_clip=0.5", &["algorithm.dual_clip"]);

@@ -247,8 +247,15 @@ fn wrong_settings_are_refused_before_anything_is_made() {
         (&["filter.score=snr"], "decomposition.every: expected 1, since the filter ranks by snr"),
         (&["rollouts.old_logprobs=recompute"], "rollouts.old_logprobs: expected file"),
         (&["sampling.prompt_format=x"], "sampling.prompt_format: expected a text with one {}"),
-        (&["sampling.top_p=0"], "sampling.top_p: expected a number from"),
-        (&["optimizer.betas=[0.9, 1.0]"], "optimizer.betas: expected a number from 0"),
+        (&["sampling.top_p=0"], "sampling.top_p: expected a number above 0 and at most 1, found 0"),
+        (
+            &["optimizer.betas=[0.9, 1.0]"],
+            "optimizer.betas: expected a number of at least 0 and below 1",
+        ),
+        (
+            &["optimizer.learning_rate=1.0e+10"],
+            "optimizer.learning_rate: expected a number from 0 to 1000000, found 1",
+        ),
         (&["optimizer.max_norm=0"], "optimizer.max_norm: expected"),
         (&["optimizer.cosine={updates: 5}", "optimizer.warmup=5"], "optimizer.cosine.updates"),
         (

@@ -297,14 +297,14 @@ pub(super) fn range(key: &str, value: f64, low: f64, high: f64) -> Result<()> {
     if (low..=high).contains(&value) {
         return Ok(());
     }
-    let expected = if high >= 1e6 {
-        if low > f64::MIN {
-            format!("a finite number of at least {low}")
-        } else {
-            "a finite number".into()
-        }
-    } else {
-        format!("a number from {low} to {high}")
+    let is_below_one = high == 1.0 - f64::EPSILON;
+    let expected = match (low, high) {
+        (f64::MIN, f64::MAX) => "a finite number".to_owned(),
+        (f64::MIN_POSITIVE, f64::MAX) => "a finite number above 0".to_owned(),
+        (low, f64::MAX) => format!("a finite number of at least {low}"),
+        (f64::MIN_POSITIVE, high) => format!("a number above 0 and at most {high}"),
+        (low, _) if is_below_one => format!("a number of at least {low} and below 1"),
+        (low, high) => format!("a number from {low} to {high}"),
     };
     Err(Error::config(key, format!("expected {expected}, found {value}")))
 }
