@@ -355,7 +355,8 @@ fn a_trajectory_ends_where_there_is_no_room_for_a_turn() {
     assert!(outcomes.iter().any(|outcome| outcome.truncated && outcome.turns == 2));
     let (mut source, policy) = lake_source(&["sampling.context_length=20"]);
     let error = source.sample(&policy, &visits(&[0])).unwrap_err().to_string();
-    assert!(error.contains("expected room for a prompt of 20 tokens"), "{error}");
+    let expected = "expected room for a prompt of 20 tokens and a response of up to 1 in sampling.context_length, found 20";
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]

@@ -87,9 +87,9 @@ impl TextSource {
             if prompt.is_empty() {
                 return Err(self.refuse("expected a prompt of at least one token, found none"));
             }
-            if !self.has_room(prompt.len()) {
+            if let Some(length) = self.bound_without_room(prompt.len()) {
                 return Err(self.refuse(format!(
-                    "expected room for a prompt of {} tokens and a response of up to {} in sampling.context_length",
+                    "expected room for a prompt of {} tokens and a response of up to {} in sampling.context_length, found {length}",
                     prompt.len(),
                     self.sampling.max_tokens
                 )));
@@ -135,19 +135,20 @@ impl TextSource {
             }
             if row.episode.end().is_none() {
                 let message = self.encode(&self.sampling.turn_format, &row.episode.message())?;
-                if self.has_room(row.prompt.len() + row.response.len() + message.len()) {
-                    row.read(&message);
-                } else {
-                    row.truncated = true;
+                let tokens = row.prompt.len() + row.response.len() + message.len();
+                match self.bound_without_room(tokens) {
+                    None => row.read(&message),
+                    Some(_) => row.truncated = true,
                 }
             }
         }
         Ok(true)
     }
 
-    fn has_room(&self, tokens: usize) -> bool {
+    /// The bound on what the policy can read, if a response after so many tokens might pass it.
+    fn bound_without_room(&self, tokens: usize) -> Option<usize> {
         let needed = tokens.saturating_add(self.sampling.max_tokens);
-        self.sampling.context_length.is_none_or(|length| needed <= length)
+        self.sampling.context_length.filter(|length| needed > *length)
     }
 
     fn ends(&self, tokens: &[i64]) -> bool {
