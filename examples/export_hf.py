@@ -57,7 +57,7 @@ class CausalPolicy(nn.Module):
         is_visible = is_visible & attention_mask.bool()[:, None, None, :]
         scores = torch.zeros_like(is_visible, dtype=self.model.dtype)
         mask = scores.masked_fill(~is_visible, torch.finfo(self.model.dtype).min)
-        # Later releases of transformers have another name for it.
+        # Releases of transformers differ in its name.
         name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         logits = self.model(
             input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **{name: seen}
