@@ -256,6 +256,9 @@ fn wrong_settings_are_refused_before_anything_is_made() {
             &["optimizer.learning_rate=1.0e+10"],
             "optimizer.learning_rate: expected a number from 0 to 1000000, found 1",
         ),
+        (&["sampling.dynamic={rounds: 0}"], "sampling.dynamic.rounds: expected at least 1"),
+        (&["early_stop.empty_filters={filters: 0}"], "early_stop.empty_filters.filters: expected"),
+        (&["training.groups=10000000"], "training.groups: expected a number from 1 to 1000000"),
         (&["optimizer.max_norm=0"], "optimizer.max_norm: expected"),
         (&["optimizer.cosine={updates: 5}", "optimizer.warmup=5"], "optimizer.cosine.updates"),
         (
@@ -331,12 +334,67 @@ fn an_earlier_run_is_replaced_on_demand_only() {
     let other = folder.path().join("other");
     std::fs::create_dir(&other).unwrap();
     std::fs::write(other.join("thesis.tex"), "years").unwrap();
-    for arguments in [&["--force"][..], &["--resume"], &[]] {
+    for (arguments, expected) in [
+        (&["--force"][..], "is no run directory"),
+        (&["--resume"], "is not the directory of a training run"),
+        (&[], "is no run directory"),
+    ] {
         let output = train(&other, 1, arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert!(stderr(&output).contains("is no run directory"), "{}", stderr(&output));
+        assert!(stderr(&output).contains(expected), "{}", stderr(&output));
         assert_eq!(contents(&other).len(), 1);
     }
+}
+
+#[test]
+fn resuming_loses_nothing_that_it_does_not_make_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    assert!(train(&run, 4, &["-q"]).status().unwrap().success());
+    // Of a finished run nothing is touched.
+    let before = contents(&run);
+    let output = train(&run, 4, &["--resume"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("nothing to do: the run has made 4 of 4 steps"), "{said}");
+    assert!(contents(&run) == before);
+    // A resumption that fails leaves the configuration of what was made.
+    let text = |name: &str| std::fs::read_to_string(run.join(name)).unwrap();
+    let config = text("config.resolved.yaml");
+    let settings = ["--resume", "--set", "sampling.context_length=5"];
+    assert_eq!(train(&run, 6, &settings).status().unwrap().code(), Some(1));
+    assert_eq!(text("config.resolved.yaml"), config);
+    assert!(train(&run, 6, &["-q", "--resume"]).status().unwrap().success());
+    assert!(text("config.resolved.yaml").contains("steps: 6"));
+    // Steps that no checkpoint can make anew.
+    std::fs::rename(run.join("checkpoints"), folder.path().join("checkpoints")).unwrap();
+    let steps = text("steps.jsonl");
+    let output = train(&run, 8, &["--resume"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("has 6 steps, and there is no checkpoint"));
+    assert_eq!(text("steps.jsonl"), steps);
+}
+
+#[test]
+fn a_directory_of_another_kind_or_in_use_is_left_alone() {
+    let lines = common::lines(&common::synthetic_batch(2, 1));
+    let study = || common::StudyFolder::new(&common::fixture("gpt2.pt"), &lines, "");
+    let studied = study();
+    assert_eq!(studied.run(&[]).status.code(), Some(0));
+    let output = train(&studied.path("out"), 2, &["--resume"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("is not the directory of a training run"));
+
+    let trained = study();
+    assert!(train(&trained.path("out"), 2, &["-q"]).status().unwrap().success());
+    let before = contents(&trained.path("out"));
+    let training = TrainingDirectory::resume(&trained.path("out")).unwrap();
+    let output = trained.run(&["--force"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("another gradprism is training there"));
+    assert!(contents(&trained.path("out")) == before);
+    drop(training);
+    assert_eq!(trained.run(&["--force"]).status.code(), Some(0));
 }
 
 #[test]

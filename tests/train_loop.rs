@@ -128,7 +128,7 @@ fn dynamic_sampling_keeps_what_it_has_and_ends_at_its_bound() {
         assert_eq!(record.sampled.rounds, 3);
         // Over all that was sampled: three mixed groups of mean 1/2, four of 1.
         assert_close(record.sampled.reward_mean, 11.0 / 14.0, 1e-15, 1.0, "the mean reward");
-        assert_eq!(record.kept.groups, 3);
+        assert_eq!(record.kept.groups, if on_limit == "train" { 3 } else { 0 });
         assert_eq!(record.update.is_some(), on_limit == "train");
         let reason = report.stopped.unwrap_or_default();
         assert_eq!(reason.contains("3 of 4 groups"), on_limit == "stop", "{reason}");
@@ -144,7 +144,7 @@ fn a_skipped_step_leaves_its_groups_to_the_next_also_over_a_restart() {
                 optimizer: {learning_rate: 0.1}\ncheckpoint: {every: 1}";
     // Two of three groups are accepted; the second step asks for one more and gets none; the third does.
     let rewards = [[0.7, 0.1], EQUAL, [0.0, 0.3], EQUAL, MIXED];
-    let run = |folder: &Path, given: usize, stop_after: Option<usize>| {
+    let run = |folder: &Path, given: usize, stop_after: Option<usize>, changed: &str| {
         let from = latest(folder).unwrap().map(|found| found.checkpoint);
         let requests = Arc::new(Mutex::new(Vec::new()));
         let source = Scripted {
@@ -153,8 +153,12 @@ fn a_skipped_step_leaves_its_groups_to_the_next_also_over_a_restart() {
             given,
             requests: Arc::clone(&requests),
         };
-        let mut trainer =
-            Trainer::with_source(scripted_config(yaml), Box::new(source), from.as_ref()).unwrap();
+        let mut trainer = Trainer::with_source(
+            scripted_config(&yaml.replace("rounds: 1", changed)),
+            Box::new(source),
+            from.as_ref(),
+        )
+        .unwrap();
         trainer.save_to(folder).unwrap();
         let mut records = Records(Vec::new(), stop_after);
         trainer.run(&mut records).unwrap();
@@ -167,7 +171,7 @@ fn a_skipped_step_leaves_its_groups_to_the_next_also_over_a_restart() {
         weights(&Policy::load(&policy, &Default::default()).unwrap())
     };
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (requests, records) = run(whole.path(), 0, None);
+    let (requests, records) = run(whole.path(), 0, None, "rounds: 1");
     assert_eq!(requests, [3, 1, 1]);
     let groups = |record: &StepRecord| {
         let sampled = &record.sampled;
@@ -175,18 +179,23 @@ fn a_skipped_step_leaves_its_groups_to_the_next_also_over_a_restart() {
     };
     assert_eq!(
         records.iter().map(groups).collect::<Vec<_>>(),
-        [(0, 3, 1, 2), (2, 1, 1, 2), (2, 1, 0, 3)]
+        [(0, 3, 1, 0), (2, 1, 1, 0), (2, 1, 0, 3)]
     );
     // What is carried was counted by the step that sampled it.
     assert_eq!((records[1].sampled.reward_mean, records[2].sampled.tokens), (1.0, 4));
     let updates = records.iter().map(|record| record.update.as_ref().map(|update| update.updates));
     assert_eq!(updates.collect::<Vec<_>>(), [None, None, Some(1)]);
 
-    run(parts.path(), 0, Some(2));
-    let (requests, records) = run(parts.path(), 4, None);
+    run(parts.path(), 0, Some(2), "rounds: 1");
+    let (requests, records) = run(parts.path(), 4, None, "rounds: 1");
     assert_eq!((requests, groups(&records[0])), (vec![1], (2, 1, 0, 3)));
     assert_eq!(saved(parts.path()), saved(whole.path()));
     assert_ne!(saved(whole.path()), weights(scripted(yaml, &rewards).0.policy()));
+    // What was sampled under other settings is not mixed in.
+    let other = tempfile::tempdir().unwrap();
+    run(other.path(), 0, Some(2), "rounds: 1");
+    let (requests, records) = run(other.path(), 4, None, "rounds: 2");
+    assert_eq!((requests, groups(&records[0])), (vec![3], (0, 3, 0, 3)));
 }
 
 #[test]
@@ -254,6 +263,91 @@ fn a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint() {
     let error = trainer.run(&mut Silent).unwrap_err().to_string();
     assert!(error.contains("a log-ratio to old_logprobs is not finite"), "{error}");
     assert_eq!(latest(folder.path()).unwrap().unwrap().checkpoint, before);
+}
+
+#[test]
+fn weights_that_have_diverged_are_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = |rate: &str| {
+        scripted_config(&format!(
+            "training: {{steps: 2, groups: 2, group_size: 2, epochs: 1}}\n\
+             checkpoint: {{every: 1}}\noptimizer: {{learning_rate: {rate}, max_norm: none}}"
+        ))
+    };
+    let source =
+        || Scripted { rewards: vec![MIXED], old_logprob: -2.8, given: 0, requests: Arc::default() };
+    let mut trainer = Trainer::with_source(config("0.01"), Box::new(source()), None).unwrap();
+    trainer.save_to(folder.path()).unwrap();
+    trainer.run(&mut Records(Vec::new(), Some(1))).unwrap();
+    let before = latest(folder.path()).unwrap().unwrap().checkpoint;
+
+    let mut trainer =
+        Trainer::with_source(config("0.01"), Box::new(source()), Some(&before)).unwrap();
+    trainer.save_to(folder.path()).unwrap();
+    // Nothing in the step reads the weights again after the update.
+    struct Spoiler(Tensor);
+    impl Observer for Spoiler {
+        fn step(&mut self, _: &StepRecord) -> gradprism::Result<ControlFlow<()>> {
+            let _ = tch::no_grad(|| self.0.view([-1]).get(0).fill_(f64::NAN));
+            Ok(ControlFlow::Continue(()))
+        }
+    }
+    let weight = trainer.policy().parameters()[0].tensor.shallow_clone();
+    let error = trainer.run(&mut Spoiler(weight)).unwrap_err().to_string();
+    assert!(error.contains("after the update is not finite"), "{error}");
+    assert!(error.contains("optimizer.learning_rate"), "{error}");
+    assert_eq!(latest(folder.path()).unwrap().unwrap().checkpoint, before);
+}
+
+#[test]
+fn a_run_keeps_to_its_reference_policy() {
+    let folder = tempfile::tempdir().unwrap();
+    let reference = folder.path().join("reference.pt");
+    std::fs::copy(fixture("double.pt"), &reference).unwrap();
+    let yaml = "algorithm: {kl: {coef: 0.1}}\ntraining: {steps: 1, groups: 2, group_size: 2}";
+    let config = || {
+        let mut config = scripted_config(yaml);
+        config.policy.reference = Some(reference.clone());
+        config
+    };
+    let source =
+        || Scripted { rewards: vec![MIXED], old_logprob: -2.8, given: 0, requests: Arc::default() };
+    let checkpoints = folder.path().join("checkpoints");
+    let mut trainer = Trainer::with_source(config(), Box::new(source()), None).unwrap();
+    trainer.save_to(&checkpoints).unwrap();
+    trainer.run(&mut Silent).unwrap();
+    let checkpoint = latest(&checkpoints).unwrap().unwrap().checkpoint;
+    assert!(Trainer::with_source(config(), Box::new(source()), Some(&checkpoint)).is_ok());
+    // The policy after training instead of before.
+    std::fs::copy(checkpoint.file("policy.pt").unwrap(), &reference).unwrap();
+    let error = Trainer::with_source(config(), Box::new(source()), Some(&checkpoint)).err();
+    let error = error.unwrap().to_string();
+    assert!(error.contains("reference.pt") && error.contains("another file"), "{error}");
+}
+
+#[test]
+fn the_last_step_is_validated_and_the_best_validation_is_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    // Validations take one group each, in turn with the two of a step.
+    let rewards = [MIXED, MIXED, [0.5, 0.7], MIXED, MIXED, [0.1, 0.1], EQUAL, EQUAL, [0.2, 0.2]];
+    let yaml = "training: {steps: 9, groups: 2, group_size: 2}\n\
+                validation: {every: 1, groups: 1, group_size: 2}\n\
+                checkpoint: {every: 100, keep: 1, best: true}\n\
+                early_stop: {empty_filters: {filters: 1}}";
+    let (mut trainer, _) = scripted(yaml, &rewards);
+    trainer.save_to(folder.path()).unwrap();
+    let report = trainer.run(&mut Silent).unwrap();
+    assert_eq!((report.steps, report.validation.unwrap().reward_mean), (3, 0.2));
+    let mut steps: Vec<String> = std::fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    steps.sort();
+    assert_eq!(steps, ["000001-step-1", "000002-step-3"]);
+    // Without a rule's end the interval decides.
+    let (trainer, _) = scripted(&yaml.replace("every: 1, groups", "every: 4, groups"), &[EQUAL]);
+    let report = trainer.run(&mut Silent).unwrap();
+    assert_eq!((report.steps, report.validation.is_some()), (1, true));
 }
 
 #[test]

@@ -35,9 +35,14 @@ impl RunArgs {
         let resolved = config.to_yaml()?;
         let directory = self.claim(RunDirectory::create)?;
         super::remove_on_exit(directory.path());
-        directory.check_apart(config.files_read())?;
+        directory.check_apart(self.files_read(config))?;
         directory.write_text("config.resolved.yaml", &resolved)?;
         Ok((directory, resolved))
+    }
+
+    /// What must not lie in the run directory: the files that the configuration names, and its own.
+    pub fn files_read<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = &'a Path> {
+        config.files_read().into_iter().chain([self.config.config.as_path()])
     }
 
     /// The directory that was asked for.

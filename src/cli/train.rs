@@ -26,6 +26,9 @@ pub struct TrainArgs {
     resume: bool,
 }
 
+const CONFIG: &str = "config.resolved.yaml";
+const SUMMARY: &str = "summary.json";
+
 pub fn run(args: &TrainArgs) -> anyhow::Result<u8> {
     let config = args.run.config.load()?.resolve_training()?;
     super::set_threads(config.threads);
@@ -36,32 +39,44 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<u8> {
     let (mut trainer, directory) = if args.resume {
         let directory = TrainingDirectory::resume(args.run.out().context("--resume needs --out")?)?;
         announce_changes(&directory, &config, &meter)?;
-        let checkpoint = checkpoint(&directory, &meter)?;
+        let checkpoint = checkpoint(&directory, &config, &meter)?;
         (Trainer::prepare(config, checkpoint.as_ref())?, directory)
     } else {
         // Before anything is made or removed.
         let trainer = Trainer::prepare(config, None)?;
         let directory = args.run.claim(|path, force| {
-            TrainingDirectory::create(path, force, trainer.config().files_read())
+            TrainingDirectory::create(path, force, args.run.files_read(trainer.config()))
         })?;
         (trainer, directory)
     };
-    directory.write_text("config.resolved.yaml", &resolved)?;
+    if directory.earlier_config()?.is_none() {
+        directory.write_text(CONFIG, &resolved)?;
+    }
+    if let (Some(reason), Some(earlier)) = (trainer.end(), directory.read_text(SUMMARY)?) {
+        let summary: serde_json::Value = serde_json::from_str(&earlier).context(SUMMARY)?;
+        args.run.print(&summary, directory.path(), || format!("nothing to do: {reason}\n"))?;
+        return Ok(outcome(false));
+    }
     trainer.save_to(&directory.checkpoints())?;
     let log = TrainLog::open(&directory, trainer.config(), trainer.steps())?;
 
-    let mut progress = Progress { meter, log };
+    let mut progress = Progress { meter, log, directory: &directory, config: Some(resolved) };
     let report = trainer.run(&mut progress)?;
     progress.meter.finish();
     let summary = Summary::new(&report, Some(progress.meter.wall_time()));
-    directory.write_json("summary.json", &summary)?;
+    directory.write_json(SUMMARY, &summary)?;
     args.run.print(&summary, directory.path(), || table(&report))?;
     Ok(outcome(report.partial))
 }
 
 /// The newest whole checkpoint; damaged newer ones are told.
-fn checkpoint(directory: &TrainingDirectory, meter: &Meter) -> anyhow::Result<Option<Checkpoint>> {
+fn checkpoint(
+    directory: &TrainingDirectory,
+    config: &Config,
+    meter: &Meter,
+) -> anyhow::Result<Option<Checkpoint>> {
     let Some(found) = latest(&directory.checkpoints())? else {
+        directory.check_no_checkpoint(config.train_sections().checkpoint.every)?;
         meter.warning("there is no checkpoint yet: the run begins at its first step");
         return Ok(None);
     };
@@ -90,12 +105,15 @@ fn announce_changes(
 }
 
 /// Shows progress, writes each finished step, and passes Ctrl-C on.
-struct Progress {
+struct Progress<'a> {
     meter: Meter,
     log: TrainLog,
+    directory: &'a TrainingDirectory,
+    /// Written with the first step that was made under it.
+    config: Option<String>,
 }
 
-impl Observer for Progress {
+impl Observer for Progress<'_> {
     fn start(&mut self, step: u64, steps: u64) {
         self.meter.start(steps as usize);
         self.meter.skip(step as usize);
@@ -118,6 +136,10 @@ impl Observer for Progress {
     }
 
     fn step(&mut self, record: &StepRecord) -> gradprism::Result<ControlFlow<()>> {
+        if let Some(config) = self.config.take() {
+            self.directory.write_text(CONFIG, &config)?;
+            self.directory.remove(SUMMARY)?;
+        }
         self.log.step(record)?;
         self.meter.message(line(record));
         Ok(self.meter.advance(1))
@@ -138,7 +160,7 @@ fn line(record: &StepRecord) -> String {
     if let Some(success) = record.sampled.success {
         text.push_str(&format!(", success {}", number(success)));
     }
-    text.push_str(&format!(", kept {} of {}", record.kept.groups, record.sampled.groups));
+    text.push_str(&format!(", kept {} of {}", record.kept.groups, record.sampled.accepted()));
     if let Some(validation) = record.validation {
         text.push_str(&format!(", validation {}", number(validation.reward_mean)));
     }

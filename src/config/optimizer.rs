@@ -86,7 +86,7 @@ impl OptimizerConfig {
         for beta in [self.betas.0, self.betas.1] {
             range(&key("betas"), beta, 0.0, 1.0 - f64::EPSILON)?;
         }
-        range(&key("epsilon"), self.epsilon, 0.0, 1e6)?;
+        range(&key("epsilon"), self.epsilon, f64::MIN_POSITIVE, 1e6)?;
         range(&key("weight_decay"), self.weight_decay, 0.0, 1e6)?;
         range(&key("max_norm"), self.max_norm().unwrap_or(1.0), f64::MIN_POSITIVE, f64::MAX)?;
         if let Some(CosineConfig { updates, floor }) = self.cosine {

@@ -173,6 +173,9 @@ impl SamplingConfig {
                 ));
             }
         }
+        if self.dynamic_sampling().is_some_and(|dynamic| dynamic.rounds == 0) {
+            return Err(Error::config("sampling.dynamic.rounds", "expected at least 1, found 0"));
+        }
         range("sampling.top_p", self.top_p, f64::MIN_POSITIVE, 1.0)?;
         if self.stop.iter().any(String::is_empty) {
             return Err(Error::config("sampling.stop", "expected texts, found an empty one"));

@@ -207,6 +207,24 @@ impl TrainSections {
         ] {
             at_least_one(key, count)?;
         }
+        for (key, count) in [
+            ("training.groups", self.training.groups),
+            ("training.group_size", self.training.group_size),
+            ("validation.groups", self.validation.groups),
+            ("validation.group_size", self.validation.group_size),
+        ] {
+            range(key, count as f64, 1.0, 1e6)?;
+        }
+        let EarlyStopConfig { variance_collapse, empty_filters, validation } = self.early_stop;
+        for (key, count) in [
+            ("variance_collapse.steps", variance_collapse.map(|rule| rule.steps)),
+            ("empty_filters.filters", empty_filters.map(|rule| rule.filters)),
+            ("validation.validations", validation.map(|rule| rule.validations)),
+        ] {
+            at_least_one(&format!("early_stop.{key}"), count.unwrap_or(1) as usize)?;
+        }
+        let floor = validation.map_or(0.0, |rule| rule.floor);
+        range("early_stop.validation.floor", floor, f64::MIN, f64::MAX)?;
         self.sampling.check()?;
         self.optimizer.check("optimizer")?;
         self.critic.optimizer.check("critic.optimizer")?;

@@ -62,6 +62,9 @@ impl RunDirectory {
         let names: Vec<std::ffi::OsString> = std::fs::read_dir(target)
             .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect())
             .map_err(|error| format!("cannot be read: {error}"))?;
+        if super::training::is_in_training(target) {
+            return Err("another gradprism is training there".into());
+        }
         let is_run = names.iter().any(|name| name == MARKER);
         let is_unfinished = names.iter().any(|name| name == STAGING);
         let is_only_unfinished = is_unfinished && names.len() == 1;

@@ -84,13 +84,37 @@ impl TrainingDirectory {
     /// If it holds something else, another process writes there, or it cannot be written.
     pub fn resume(path: &Path) -> Result<Self> {
         let names = names(path)?;
-        if names.iter().any(|name| name != LOCK) && !names.iter().any(|name| name == MARKER) {
+        let holds = |file: &str| names.iter().any(|name| name == file);
+        let is_of_training = holds(MARKER) && (holds(LOCK) || holds(CHECKPOINTS));
+        if names.iter().any(|name| name != LOCK) && !is_of_training {
             return Err(Error::Output {
                 path: path.into(),
-                problem: "exists and is no run directory (it holds no config.resolved.yaml); choose another with --out".into(),
+                problem:
+                    "exists and is not the directory of a training run; choose another with --out"
+                        .into(),
             });
         }
         Self::lock(path)
+    }
+
+    /// Checks, where there is no checkpoint, that none is missing: the steps in the log are no more than
+    /// a run makes before its first one.
+    ///
+    /// # Errors
+    /// If they are more; they would be lost.
+    pub fn check_no_checkpoint(&self, every: u64) -> Result<()> {
+        let path = self.path.join(STEPS);
+        let Ok(file) = File::open(&path) else { return Ok(()) };
+        let steps = BufReader::new(file).lines().count() as u64;
+        if steps <= every {
+            return Ok(());
+        }
+        Err(Error::Output {
+            path: self.path.clone(),
+            problem: format!(
+                "its log has {steps} steps, and there is no checkpoint to go on from; put {CHECKPOINTS}/ back, or begin again with --force"
+            ),
+        })
     }
 
     fn lock(path: &Path) -> Result<Self> {
@@ -129,11 +153,33 @@ impl TrainingDirectory {
     /// # Errors
     /// If it cannot be read.
     pub fn earlier_config(&self) -> Result<Option<String>> {
-        let path = self.path.join(MARKER);
+        self.read_text(MARKER)
+    }
+
+    /// What a file of it holds; none if there is no such file.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn read_text(&self, name: &str) -> Result<Option<String>> {
+        let path = self.path.join(name);
         match std::fs::read_to_string(&path) {
             Ok(text) => Ok(Some(text)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(Error::io("read", &path)(error)),
+        }
+    }
+
+    /// Removes a file, if it is there.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        let path = self.path.join(name);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io("remove", &path)(error))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -155,6 +201,12 @@ impl TrainingDirectory {
             file.write_all(b"\n")
         })
     }
+}
+
+/// Whether a process trains in this directory.
+pub(super) fn is_in_training(path: &Path) -> bool {
+    File::open(path.join(LOCK))
+        .is_ok_and(|lock| matches!(lock.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
 /// What lies in a folder; nothing if it does not exist.
@@ -249,7 +301,12 @@ impl TrainLog {
     pub fn open(directory: &TrainingDirectory, config: &Config, step: u64) -> Result<Self> {
         let path = directory.path();
         let every = config.train_sections().training.rollouts_every;
-        let rollouts = (every > 0).then(|| Lines::open(path.join(ROLLOUTS), step)).transpose()?;
+        // Also where no more are written: what is taken back is taken back everywhere.
+        let rollouts = path.join(ROLLOUTS);
+        let rollouts = (every > 0 || rollouts.exists())
+            .then(|| Lines::open(rollouts, step))
+            .transpose()?
+            .filter(|_| every > 0);
         let mut events = EventWriter::resume(path, step as i64)?;
         events.text("config", step as i64, &format!("```yaml\n{}\n```", config.to_yaml()?))?;
         Ok(Self {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::checkpoint::{Checkpoint, CheckpointStore};
+use super::checkpoint::{Checkpoint, CheckpointStore, Content};
 use super::record::TrainReport;
 use super::run::Trainer;
 use super::source::Source;
@@ -78,10 +78,10 @@ impl Trainer {
             ..config.policy_options(config.device.resolve()?)?
         };
         let loader = Loader { config: &config, sections: &sections, options, checkpoint };
-        let state = checkpoint.map(state::read_state).transpose()?.unwrap_or_default();
+        let mut state = checkpoint.map(state::read_state).transpose()?.unwrap_or_default();
         let policy = loader.policy()?;
         let mut parts = Parts {
-            reference: loader.reference(&algorithm, &state)?,
+            reference: loader.reference(&algorithm, &mut state, &policy)?,
             critic: loader.critic(&algorithm)?,
             optimizer: loader.optimizer(&policy, &sections.optimizer)?,
             source,
@@ -150,8 +150,13 @@ impl Loader<'_> {
     }
 
     /// The reference policy, if the loss has a KL term or one is asked for: the file that is named, else
-    /// the initial weights; or what it was last refreshed to.
-    fn reference(&self, algorithm: &Algorithm, state: &State) -> Result<Option<Policy>> {
+    /// the initial weights; or what it was last refreshed to. A run keeps to one file.
+    fn reference(
+        &self,
+        algorithm: &Algorithm,
+        state: &mut State,
+        policy: &Policy,
+    ) -> Result<Option<Policy>> {
         let refreshes = self.sections.training.refresh_reference.is_some();
         let named = &self.config.policy.reference;
         if algorithm.kl.coef == 0.0 && named.is_none() && !refreshes {
@@ -162,7 +167,27 @@ impl Loader<'_> {
             (_, Some(path)) => path.clone(),
             (_, None) => self.initial()?,
         };
-        Policy::load_without_gradient(&path, &self.options).map(Some)
+        if !state.refreshed {
+            let found = Content::of(&path).map_err(Error::io("read", &path))?;
+            if *state.reference.get_or_insert(found) != found {
+                return Err(Error::checkpoint(
+                    &path,
+                    "expected the reference policy that the run began with, found another file; put that one back (policy.reference names it, or else policy.checkpoint), or begin a new run",
+                ));
+            }
+        }
+        let reference = Policy::load_without_gradient(&path, &self.options)?;
+        if reference.choices() != policy.choices() {
+            return Err(Error::checkpoint(
+                &path,
+                format!(
+                    "expected a reference policy of the {} choices that the policy has, found {}",
+                    policy.choices(),
+                    reference.choices()
+                ),
+            ));
+        }
+        Ok(Some(reference))
     }
 
     fn critic(&self, algorithm: &Algorithm) -> Result<Option<Critic>> {

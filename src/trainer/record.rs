@@ -155,7 +155,7 @@ pub struct SampleRecord {
 
 impl SampleRecord {
     /// Groups that the step can learn from.
-    pub(super) fn accepted(&self) -> usize {
+    pub fn accepted(&self) -> usize {
         self.carried + self.groups - self.left_out
     }
 

@@ -4,6 +4,9 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
 
+use tch::Kind;
+
+use super::Critic;
 use super::checkpoint::CheckpointStore;
 use super::prepare::Parts;
 use super::record::{ReasoningRecord, SplitRecord, StepRecord, Times, TrainReport, UpdateRecord};
@@ -13,7 +16,7 @@ use super::state::{Saved, State};
 use super::update::{Learners, UpdatePlan};
 use crate::config::{Config, TrainSections};
 use crate::diagnostics::{self, Examined, History};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::filter::{KeptRecord, Need, Scores};
 use crate::objective::Algorithm;
 use crate::policy::Policy;
@@ -98,6 +101,16 @@ impl Trainer {
         self.state.step
     }
 
+    /// Why there is no step to make, if there is none.
+    pub fn end(&self) -> Option<String> {
+        if let Some(reason) = &self.state.stopped {
+            return Some(format!("the run has ended early: {reason}"));
+        }
+        let steps = self.sections.training.steps;
+        (self.state.step >= steps)
+            .then(|| format!("the run has made {} of {steps} steps", self.state.step))
+    }
+
     /// Trains until the last step, a rule of `early_stop`, or the observer ends it.
     ///
     /// # Errors
@@ -110,18 +123,19 @@ impl Trainer {
         for warning in std::mem::take(&mut self.report.warnings) {
             self.warn(observer, warning);
         }
-        while self.state.step < self.sections.training.steps && self.state.stopped.is_none() {
+        while self.end().is_none() {
             let started = Instant::now();
             let mut record = self.step(observer)?;
             self.state.step += 1;
             self.refresh_reference()?;
-            record.validation = self.validate(&mut record.time)?;
             self.judge(&record);
+            record.validation = self.validate(&mut record.time)?;
+            self.judge_validation(&record);
             record.time.total = started.elapsed().as_secs_f64();
             self.report.time.add(&record.time);
             // Before the checkpoint: a step that a run does not make again must not be missing in the log.
             let flow = observer.step(&record)?;
-            if flow.is_break() || self.is_checkpoint_due() {
+            if flow.is_break() || self.is_checkpoint_due() || self.is_best(&record)? {
                 self.save(self.score(&record), observer)?;
             }
             self.report.last = Some(record);
@@ -136,9 +150,14 @@ impl Trainer {
     /// A step: sample, score, decompose, filter, diagnose, update.
     fn step(&mut self, observer: &mut dyn Observer) -> Result<StepRecord> {
         let mut time = Times::default();
-        let (sampled, groups) = self.sample(&mut time)?;
+        let (sampled, mut groups) = self.sample(&mut time)?;
         for warning in self.parts.source.warnings() {
             self.warn(observer, warning);
+        }
+        if self.is_held_back(&sampled) {
+            // The next step, whose policy is the same, sees them, and this one does not.
+            self.state.carried = std::mem::take(&mut groups);
+            self.state.carried_under = Some(self.sampled_under());
         }
         let (groups, outcomes): (Vec<Group>, Vec<Vec<Outcome>>) =
             groups.into_iter().map(|group| (group.group, group.outcomes)).unzip();
@@ -164,9 +183,7 @@ impl Trainer {
                 record.split = Some(SplitRecord::new(decomposed));
             }
             record.reasoning = self.diagnose(&batch, &mut time, observer)?;
-            if self.is_held_back(&sampled) {
-                self.carry(batch.groups, outcomes);
-            } else if !chosen.is_empty() {
+            if !chosen.is_empty() {
                 let factor = record.kept.loss_factor;
                 record.update = Some(self.update(&batch, &prepared, &chosen, factor, &mut time)?);
             }
@@ -327,12 +344,19 @@ impl Trainer {
                 rule.steps
             ));
         }
+        // A step that leaves its groups to the next has filtered nothing.
         if let Some(rule) = rules.empty_filters
+            && state.carried.is_empty()
             && rule.observe(&mut state.empty_filters, record.kept.groups)
         {
             state.stopped.get_or_insert(format!("{} filters in a row kept no group", rule.filters));
         }
-        if let (Some(rule), Some(validation)) = (rules.validation, &record.validation)
+    }
+
+    fn judge_validation(&mut self, record: &StepRecord) {
+        let state = &mut self.state;
+        if let (Some(rule), Some(validation)) =
+            (self.sections.early_stop.validation, &record.validation)
             && rule.observe(&mut state.validation_floor, validation.reward_mean)
         {
             state.stopped.get_or_insert(format!(
@@ -349,6 +373,15 @@ impl Trainer {
         is_last || self.state.step.is_multiple_of(self.sections.checkpoint.every)
     }
 
+    /// Whether the best checkpoint is kept, and this would be it by a validation.
+    fn is_best(&self, record: &StepRecord) -> Result<bool> {
+        let (Some(store), Some(validation)) = (&self.store, &record.validation) else {
+            return Ok(false);
+        };
+        let is_better = |best: Option<f64>| best.is_none_or(|best| validation.reward_mean > best);
+        Ok(self.sections.checkpoint.best && is_better(store.best_score()?))
+    }
+
     /// What the best checkpoint has the highest of.
     fn score(&self, record: &StepRecord) -> Option<f64> {
         match self.sections.validation.every {
@@ -360,6 +393,9 @@ impl Trainer {
     fn save(&mut self, score: Option<f64>, observer: &mut dyn Observer) -> Result<()> {
         let Some(store) = &mut self.store else { return Ok(()) };
         let started = Instant::now();
+        for policy in [Some(&self.parts.policy), self.parts.critic.as_ref().map(Critic::model)] {
+            policy.map_or(Ok(()), require_finite_weights)?;
+        }
         let saved = Saved {
             state: &self.state,
             policy: &self.parts.policy,
@@ -397,6 +433,23 @@ impl Trainer {
         self.report.validation = self.state.validation;
         self.report
     }
+}
+
+/// What has diverged is not saved: a run could not go on from it.
+fn require_finite_weights(policy: &Policy) -> Result<()> {
+    for parameter in policy.parameters().iter().filter(|it| it.tensor.numel() > 0) {
+        let found = parameter.tensor.detach().f_abs()?.f_max()?.to_kind(Kind::Double);
+        let found = found.double_value(&[]);
+        if !found.is_finite() {
+            return Err(Error::NonFinite {
+                place: policy.path().display().to_string(),
+                what: format!("a weight of `{}` after the update", parameter.name()),
+                found,
+                remedy: "the training has diverged, and earlier checkpoints are untouched: lower optimizer.learning_rate".into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Every so many steps, the first among them; never if that is 0.

@@ -4,10 +4,9 @@ use std::time::Instant;
 
 use super::record::{SampleRecord, Times, ValidationRecord, has_equal_rewards};
 use super::run::Trainer;
-use super::source::{Outcome, SampledGroup, SourceRequest, Visit};
-use crate::config::OnLimit;
+use super::source::{SampledGroup, SourceRequest, Visit};
+use crate::config::{OnLimit, TrainSections};
 use crate::error::{Error, Result};
-use crate::rollout::Group;
 
 /// Visits of validations, apart from those of training.
 const VALIDATION: u64 = 1 << 63;
@@ -22,6 +21,9 @@ impl Trainer {
         let wanted = self.sections.training.groups;
         let dynamic = self.sections.sampling.dynamic_sampling();
         let mut accepted = std::mem::take(&mut self.state.carried);
+        if self.state.carried_under.take().is_some_and(|under| under != self.sampled_under()) {
+            accepted.clear();
+        }
         let carried = accepted.len();
         let mut left_out = Vec::new();
         let mut rounds = 0;
@@ -67,16 +69,16 @@ impl Trainer {
         (sampled.accepted() < self.sections.training.groups).then_some(dynamic.on_limit)
     }
 
-    /// Whether the step makes no update since it is short of groups.
+    /// Whether the step learns nothing since it is short of groups.
     pub(super) fn is_held_back(&self, sampled: &SampleRecord) -> bool {
         self.shortage(sampled).is_some_and(|choice| choice != OnLimit::Train)
     }
 
-    /// Leaves the groups of a step without an update to the next one, whose policy is the same.
-    pub(super) fn carry(&mut self, groups: Vec<Group>, outcomes: Vec<Vec<Outcome>>) {
-        let groups = groups.into_iter().zip(outcomes);
-        self.state.carried =
-            groups.map(|(group, outcomes)| SampledGroup { group, outcomes }).collect();
+    /// What groups depend on beside the weights, in a few words for a checkpoint.
+    pub(super) fn sampled_under(&self) -> String {
+        let TrainSections { environment, sampling, training, .. } = &self.sections;
+        let temperature = self.config.policy.temperature;
+        format!("{environment:?} {sampling:?} {temperature} {}", training.group_size)
     }
 
     pub(super) fn stop_if_short(&mut self, sampled: &SampleRecord) {
@@ -92,7 +94,8 @@ impl Trainer {
 
     pub(super) fn validate(&mut self, time: &mut Times) -> Result<Option<ValidationRecord>> {
         let validation = &self.sections.validation;
-        let is_last = self.state.step == self.sections.training.steps;
+        let is_last =
+            self.state.step == self.sections.training.steps || self.state.stopped.is_some();
         let due =
             validation.every > 0 && (is_last || self.state.step.is_multiple_of(validation.every));
         if !due {

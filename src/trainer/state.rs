@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
-use super::checkpoint::{Checkpoint, CheckpointWriter, restore_torch_generator, torch_generator};
+use super::checkpoint::{
+    Checkpoint, CheckpointWriter, Content, restore_torch_generator, torch_generator,
+};
 use super::record::ValidationRecord;
 use super::source::SampledGroup;
 use super::stop::{EmptyFiltersState, ValidationFloorState, VarianceCollapseState};
@@ -34,6 +36,8 @@ pub(super) struct State {
     pub step: u64,
     /// Groups sampled so far.
     pub visits: u64,
+    /// The file of the reference policy.
+    pub reference: Option<Content>,
     /// Whether the reference policy has been refreshed.
     pub refreshed: bool,
     pub filter: AdaptiveState,
@@ -45,6 +49,8 @@ pub(super) struct State {
     pub stopped: Option<String>,
     /// Groups of a step that was short of them: the policy is still the one that sampled them.
     pub carried: Vec<SampledGroup>,
+    /// What they were sampled under; under anything else they are dropped.
+    pub carried_under: Option<String>,
 }
 
 impl Default for State {
@@ -53,6 +59,7 @@ impl Default for State {
             format: FORMAT,
             step: 0,
             visits: 0,
+            reference: None,
             refreshed: false,
             filter: AdaptiveState::default(),
             variance_collapse: VarianceCollapseState::default(),
@@ -62,6 +69,7 @@ impl Default for State {
             validation: None,
             stopped: None,
             carried: Vec::new(),
+            carried_under: None,
         }
     }
 }

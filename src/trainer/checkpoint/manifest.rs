@@ -31,9 +31,16 @@ pub(super) struct Manifest {
 /// Size and checksum of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Content {
+pub(in super::super) struct Content {
     pub bytes: u64,
     pub crc32: u32,
+}
+
+impl Content {
+    /// Of a file as it is.
+    pub fn of(path: &Path) -> std::io::Result<Self> {
+        Ok(Self { bytes: std::fs::metadata(path)?.len(), crc32: checksum_of(path)? })
+    }
 }
 
 impl Manifest {

@@ -22,6 +22,7 @@ use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+pub(super) use manifest::Content;
 use manifest::Manifest;
 
 /// A checkpoint that is being filled.
@@ -95,6 +96,16 @@ impl CheckpointStore {
     /// As [`latest`].
     pub fn latest(&self) -> Result<Option<Latest>> {
         latest(&self.folder)
+    }
+
+    /// The highest score of its checkpoints; none if none has one.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn best_score(&self) -> Result<Option<f64>> {
+        let scores = entries(&self.folder)?;
+        let scores = scores.iter().filter_map(|entry| Manifest::read(&entry.path).ok()?.score);
+        Ok(scores.reduce(f64::max))
     }
 
     /// Removes what is half-done.
