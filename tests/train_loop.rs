@@ -383,6 +383,19 @@ fn visits(visits: &[u64]) -> SourceRequest {
 }
 
 #[test]
+fn a_tokenizer_that_loses_the_prompt_is_told_once() {
+    let tokenizer = common::config("train/bandit.tokenizer.json");
+    let foreign = format!("sampling.tokenizer={}", tokenizer.display());
+    for (settings, expected) in [(vec![foreign.as_str()], 1), (Vec::new(), 0)] {
+        let (mut source, policy) = lake_source(&settings);
+        source.sample(&policy, &visits(&[0, 1])).unwrap();
+        let warnings = source.warnings();
+        assert_eq!(warnings.len(), expected, "{warnings:?}");
+        assert!(warnings.iter().all(|it| it.contains("is it the policy's?")), "{warnings:?}");
+    }
+}
+
+#[test]
 fn turns_are_sampled_and_observations_are_read() {
     let (mut source, policy) = lake_source(&["sampling.cache=true"]);
     let groups = source.sample(&policy, &visits(&[0, 1, 2])).unwrap();

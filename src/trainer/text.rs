@@ -30,6 +30,8 @@ pub struct TextSource {
     warnings: Vec<String>,
     /// Whether it was said that there is no cache.
     told_cache: bool,
+    /// Whether it was said that prompts are not given back.
+    told_prompt: bool,
 }
 
 impl TextSource {
@@ -70,10 +72,11 @@ impl TextSource {
             overlong: sampling.overlong_penalty(),
             warnings: Vec::new(),
             told_cache: false,
+            told_prompt: false,
         })
     }
 
-    fn rows(&self, request: &SourceRequest) -> Result<Vec<Row>> {
+    fn rows(&mut self, request: &SourceRequest) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for Visit { task, visit } in &request.visits {
             let group = env::Group::start(
@@ -84,6 +87,14 @@ impl TextSource {
                 *visit,
             )?;
             let prompt = self.encode(&self.sampling.prompt_format, &group.prompt())?;
+            if !self.told_prompt && !self.gives_back(&prompt, &group.prompt())? {
+                self.told_prompt = true;
+                self.warnings.push(format!(
+                    "sampling.tokenizer does not give back the prompts that it is given, so the policy does not read all of them: is it the policy's? The first is `{}`, and is read as `{}`",
+                    group.prompt(),
+                    self.decode(&prompt)?
+                ));
+            }
             if prompt.is_empty() {
                 return Err(self.refuse("expected a prompt of at least one token, found none"));
             }
@@ -193,6 +204,14 @@ impl TextSource {
         let first = least(&|length| length >= bytes.start)?;
         let beyond = least(&|length| length > bytes.end)?;
         Ok((first, beyond.saturating_sub(1)))
+    }
+
+    /// Whether tokens hold a message, but for spaces and capitals, which some tokenizers do not keep.
+    fn gives_back(&self, tokens: &[i64], message: &str) -> Result<bool> {
+        let bare = |text: &str| -> String {
+            text.chars().filter(|it| !it.is_whitespace()).flat_map(char::to_lowercase).collect()
+        };
+        Ok(bare(&self.decode(tokens)?).contains(&bare(message)))
     }
 
     fn encode(&self, format: &str, message: &str) -> Result<Vec<i64>> {
