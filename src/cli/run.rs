@@ -10,6 +10,9 @@ use serde::Serialize;
 
 use super::{ConfigArgs, DONE, INTERRUPTED};
 
+/// The configuration with every default, in a run directory.
+pub const CONFIG: &str = "config.resolved.yaml";
+
 /// Options of a run.
 #[derive(Args)]
 pub struct RunArgs {
@@ -36,13 +39,16 @@ impl RunArgs {
         let directory = self.claim(RunDirectory::create)?;
         super::remove_on_exit(directory.path());
         directory.check_apart(self.files_read(config))?;
-        directory.write_text("config.resolved.yaml", &resolved)?;
+        directory.write_text(CONFIG, &resolved)?;
         Ok((directory, resolved))
     }
 
-    /// What must not lie in the run directory: the files that the configuration names, and its own.
+    /// What must not lie in the run directory: the files that the configuration names, and its own,
+    /// unless it is one that a run has written and writes again.
     pub fn files_read<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = &'a Path> {
-        config.files_read().into_iter().chain([self.config.config.as_path()])
+        let own = self.config.config.as_path();
+        let is_written = own.file_name().is_some_and(|name| name == CONFIG);
+        config.files_read().into_iter().chain((!is_written).then_some(own))
     }
 
     /// The directory that was asked for.

@@ -14,7 +14,7 @@ use gradprism::trainer::checkpoint::latest;
 use gradprism::trainer::{Checkpoint, Observer, Outcome, StepRecord, TrainReport, Trainer};
 
 use super::progress::Meter;
-use super::run::{RunArgs, Summary, outcome};
+use super::run::{CONFIG, RunArgs, Summary, outcome};
 
 /// Options of training.
 #[derive(Args)]
@@ -26,7 +26,6 @@ pub struct TrainArgs {
     resume: bool,
 }
 
-const CONFIG: &str = "config.resolved.yaml";
 const SUMMARY: &str = "summary.json";
 
 pub fn run(args: &TrainArgs) -> anyhow::Result<u8> {
