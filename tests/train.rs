@@ -8,7 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{config, gradprism, stderr};
-use gradprism::log::TrainingDirectory;
+use gradprism::config::Config;
+use gradprism::log::{TrainLog, TrainingDirectory};
 use gradprism::trainer::checkpoint::latest;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -259,6 +260,7 @@ fn wrong_settings_are_refused_before_anything_is_made() {
         (&["sampling.dynamic={rounds: 0}"], "sampling.dynamic.rounds: expected at least 1"),
         (&["early_stop.empty_filters={filters: 0}"], "early_stop.empty_filters.filters: expected"),
         (&["training.groups=10000000"], "training.groups: expected a number from 1 to 1000000"),
+        (&["optimizer.epsilon=0"], "optimizer.epsilon: expected a number above 0"),
         (&["optimizer.max_norm=0"], "optimizer.max_norm: expected"),
         (&["optimizer.cosine={updates: 5}", "optimizer.warmup=5"], "optimizer.cosine.updates"),
         (
@@ -323,6 +325,17 @@ fn an_earlier_run_is_replaced_on_demand_only() {
     let own = run.join("checkpoints/000001-step-1/policy.pt");
     let own = format!("policy.checkpoint={}", own.display());
     refuse(&["--force", "--set", &own], "which this run reads and would replace");
+    let settings = [config("train/bandit.pt"), config("train/bandit.tokenizer.json")];
+    std::fs::copy(config("bandit.yaml"), run.join("own.yaml")).unwrap();
+    let output = gradprism(&["train"])
+        .arg(run.join("own.yaml"))
+        .args(["--set", &format!("policy.checkpoint={}", settings[0].display())])
+        .args(["--set", &format!("sampling.tokenizer={}", settings[1].display())])
+        .args(["--force", "--out", run.to_str().unwrap()])
+        .output()
+        .unwrap();
+    assert!(stderr(&output).contains("own.yaml, which this run reads"), "{}", stderr(&output));
+    std::fs::remove_file(run.join("own.yaml")).unwrap();
     {
         let _held = TrainingDirectory::resume(&run).unwrap();
         refuse(&["--resume"], "another gradprism is training there");
@@ -373,6 +386,24 @@ fn resuming_loses_nothing_that_it_does_not_make_anew() {
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("has 6 steps, and there is no checkpoint"));
     assert_eq!(text("steps.jsonl"), steps);
+}
+
+#[test]
+fn trajectories_are_taken_back_also_if_no_more_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let settings = ["-q", "--set", "training.rollouts_every=1"];
+    assert!(train(&run, 3, &settings).status().unwrap().success());
+    let steps = || {
+        let text = std::fs::read_to_string(run.join("rollouts.jsonl")).unwrap();
+        let step = |line: &str| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64();
+        text.lines().map(|line| step(line).unwrap()).collect::<Vec<u64>>()
+    };
+    assert_eq!(steps().last(), Some(&2));
+    let silent = Config::load(&config("bandit.yaml"), &[]).unwrap().resolve_training().unwrap();
+    assert_eq!(silent.train_sections().training.rollouts_every, 0);
+    TrainLog::open(&TrainingDirectory::resume(&run).unwrap(), &silent, 2).unwrap();
+    assert_eq!((steps().first(), steps().last()), (Some(&0), Some(&1)));
 }
 
 #[test]
