@@ -383,6 +383,29 @@ fn visits(visits: &[u64]) -> SourceRequest {
 }
 
 #[test]
+fn a_step_without_any_reasoning_is_a_collapse_of_the_form() {
+    let valid = |tags: &str| {
+        let tags = format!("environment.rules.tags={tags}");
+        let settings = [
+            tags.as_str(),
+            "diagnostics.every=1",
+            "decomposition.every=0",
+            "validation.every=0",
+            "training.steps=1",
+            "training.groups=2",
+            "training.group_size=2",
+        ];
+        let mut records = Records::default();
+        let trainer = Trainer::prepare(shipped("frozen_lake.yaml", &settings), None).unwrap();
+        trainer.run(&mut records).unwrap();
+        records.0[0].reasoning.unwrap().valid_share
+    };
+    // The shipped policy writes no tags. Where none are asked for, the whole response is the span.
+    assert_eq!(valid("think_answer"), 0.0);
+    assert_eq!(valid("none"), 1.0);
+}
+
+#[test]
 fn a_tokenizer_that_loses_the_prompt_is_told_once() {
     let tokenizer = common::config("train/bandit.tokenizer.json");
     let foreign = format!("sampling.tokenizer={}", tokenizer.display());

@@ -75,7 +75,11 @@ fn checkpoint(
     meter: &Meter,
 ) -> anyhow::Result<Option<Checkpoint>> {
     let Some(found) = latest(&directory.checkpoints())? else {
-        directory.check_no_checkpoint(config.train_sections().checkpoint.every)?;
+        // The log was written under the earlier configuration.
+        let earlier = directory.earlier_config()?.unwrap_or_default();
+        let earlier = Config::parse(&earlier, CONFIG, directory.path(), &[])?;
+        let every = |config: &Config| config.train_sections().checkpoint.every;
+        directory.check_no_checkpoint(every(&earlier).max(every(config)))?;
         meter.warning("there is no checkpoint yet: the run begins at its first step");
         return Ok(None);
     };

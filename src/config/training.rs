@@ -56,7 +56,7 @@ impl Default for TrainingConfig {
     }
 }
 
-/// Section `validation`: how well the policy does, on tasks of their own.
+/// Section `validation`: how well the policy does, on other tasks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ValidationConfig {
@@ -68,7 +68,8 @@ pub struct ValidationConfig {
     pub group_size: usize,
     /// Whether the most likely token is taken instead of a draw.
     pub greedy: bool,
-    /// Another environment; none: other tasks of the same.
+    /// Another environment; none: other tasks of the same. Of a file of tasks, whose lines are all
+    /// trained on, name another file.
     pub environment: Option<EnvironmentConfig>,
 }
 

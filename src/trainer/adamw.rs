@@ -19,7 +19,7 @@ pub struct AdamWOptions {
     pub beta1: f64,
     /// The decay of the mean squared gradient.
     pub beta2: f64,
-    /// Added to the root of the mean square.
+    /// Added to the root of the mean square; above 0.
     pub epsilon: f64,
     /// The decoupled weight decay.
     pub weight_decay: f64,
@@ -34,12 +34,14 @@ impl Default for AdamWOptions {
 impl AdamWOptions {
     fn check(&self) -> Result<()> {
         let known: fn(f64) -> bool = |value| value >= 0.0 && value.is_finite();
+        // A weight without any gradient yet would become 0/0.
+        let above_zero: fn(f64) -> bool = |value| value > 0.0 && value.is_finite();
         let below_one: fn(f64) -> bool = |value| (0.0..1.0).contains(&value);
         for (argument, value, fits, expected) in [
             ("learning_rate", self.learning_rate, known, "a number of at least 0"),
             ("beta1", self.beta1, below_one, "a number from 0 to below 1"),
             ("beta2", self.beta2, below_one, "a number from 0 to below 1"),
-            ("epsilon", self.epsilon, known, "a number of at least 0"),
+            ("epsilon", self.epsilon, above_zero, "a number above 0"),
             ("weight_decay", self.weight_decay, known, "a number of at least 0"),
         ] {
             if !fits(value) {

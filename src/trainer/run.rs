@@ -16,6 +16,7 @@ use super::state::{Saved, State};
 use super::update::{Learners, UpdatePlan};
 use crate::config::{Config, TrainSections};
 use crate::diagnostics::{self, Examined, History};
+use crate::env::Tags;
 use crate::error::{Error, Result};
 use crate::filter::{KeptRecord, Need, Scores};
 use crate::objective::Algorithm;
@@ -275,7 +276,11 @@ impl Trainer {
         }
         let Some(examiner) = &mut self.parts.examiner else { return Ok(None) };
         let started = Instant::now();
-        let names_reasoning = batch.trajectories().any(|trajectory| trajectory.reasoning.is_some());
+        // Where answers are asked to hold reasoning, a step in which none does has lost its form.
+        let asks = (self.sections.environment.as_ref())
+            .is_some_and(|environment| environment.rules().tags == Tags::ThinkAnswer);
+        let names_reasoning =
+            asks || batch.trajectories().any(|trajectory| trajectory.reasoning.is_some());
         let step = self.state.step as i64;
         let examined = Examined { batch, step, names_reasoning };
         examiner.cost(examined)?;
@@ -335,6 +340,7 @@ impl Trainer {
     /// The rules of an early stop.
     fn judge(&mut self, record: &StepRecord) {
         let rules = self.sections.early_stop;
+        let is_held_back = self.is_held_back(&record.sampled);
         let state = &mut self.state;
         if let Some(rule) = rules.variance_collapse
             && rule.observe(&mut state.variance_collapse, record.sampled.reward_variance_mean)
@@ -346,7 +352,7 @@ impl Trainer {
         }
         // A step that leaves its groups to the next has filtered nothing.
         if let Some(rule) = rules.empty_filters
-            && state.carried.is_empty()
+            && !is_held_back
             && rule.observe(&mut state.empty_filters, record.kept.groups)
         {
             state.stopped.get_or_insert(format!("{} filters in a row kept no group", rule.filters));
