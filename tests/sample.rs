@@ -456,22 +456,3 @@ fn logits_that_are_not_finite_are_an_error_and_minus_infinity_is_not() {
     // The 99.9th percentile at 14 degrees of freedom.
     assert!(chi_square(&samples, &expected) < 36.2);
 }
-
-/// `cargo test --release --test sample -- --ignored --nocapture`
-#[test]
-#[ignore = "a measurement"]
-fn tokens_per_second_with_and_without_a_cache() {
-    let policy = load("cached.pt", Dtype::Keep);
-    let contexts: Vec<Vec<i64>> = contexts(64, 4);
-    for max_tokens in [16, 64, 256] {
-        for use_cache in [true, false] {
-            let options = SamplingOptions { max_tokens, use_cache, token_budget: 32768, ..plain() };
-            let start = std::time::Instant::now();
-            let samples = sample(&policy, &slices(&contexts), &options).unwrap();
-            let drawn: usize = samples.iter().map(|sample| sample.tokens.len()).sum();
-            let rate = drawn as f64 / start.elapsed().as_secs_f64();
-            println!("{max_tokens} tokens, cache {use_cache}: {rate:.0} tokens a second");
-            assert_eq!(drawn, 64 * max_tokens);
-        }
-    }
-}

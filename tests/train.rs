@@ -243,7 +243,7 @@ fn wrong_settings_are_refused_before_anything_is_made() {
         (&["algorithm.preset=ppo"], "critic.checkpoint: expected a TorchScript value model"),
         (&[critic.as_str()], "critic.checkpoint: expected none, since only the advantage gae"),
         (&["training.group_size=1"], "training.group_size: expected at least 2"),
-        (&["training.groups=0"], "training.groups: expected at least 1, found 0"),
+        (&["training.groups=0"], "training.groups: expected a number from 1 to 1000000, found 0"),
         (&["training.seed=4294967296"], "training.seed: expected a number below 2^32"),
         (&["filter.score=snr"], "decomposition.every: expected 1, since the filter ranks by snr"),
         (&["rollouts.old_logprobs=recompute"], "rollouts.old_logprobs: expected file"),

@@ -191,8 +191,6 @@ impl Config {
 impl TrainSections {
     fn check(&self, config: &Config) -> Result<()> {
         for (key, count) in [
-            ("training.groups", self.training.groups),
-            ("training.group_size", self.training.group_size),
             ("training.epochs", self.training.epochs),
             ("training.token_budget", self.training.token_budget),
             ("training.tasks", self.training.tasks.unwrap_or(1) as usize),
@@ -201,8 +199,6 @@ impl TrainSections {
             ("sampling.max_tokens", self.sampling.max_tokens),
             ("sampling.token_budget", self.sampling.token_budget),
             ("sampling.top_k", self.sampling.top_k.unwrap_or(1)),
-            ("validation.groups", self.validation.groups),
-            ("validation.group_size", self.validation.group_size),
             ("checkpoint.every", self.checkpoint.every as usize),
             ("checkpoint.keep", self.checkpoint.keep),
         ] {

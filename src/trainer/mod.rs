@@ -71,6 +71,7 @@ mod prepare;
 mod record;
 mod run;
 mod sampling;
+mod saving;
 pub mod schedule;
 mod score;
 mod source;

@@ -104,7 +104,9 @@ impl Trainer {
         }
         let report =
             TrainReport { warnings: early_warnings(&algorithm, &parts), ..TrainReport::default() };
-        Ok(Self { config, sections, algorithm, parts, state, store: None, report })
+        let mut trainer = Self { config, sections, algorithm, parts, state, store: None, report };
+        trainer.drop_foreign_groups();
+        Ok(trainer)
     }
 
     /// Saves to a folder from now on, as section `checkpoint` says.

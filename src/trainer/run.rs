@@ -4,20 +4,17 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
 
-use tch::Kind;
-
-use super::Critic;
 use super::checkpoint::CheckpointStore;
 use super::prepare::Parts;
 use super::record::{ReasoningRecord, SplitRecord, StepRecord, Times, TrainReport, UpdateRecord};
 use super::score;
 use super::source::Outcome;
-use super::state::{Saved, State};
+use super::state::State;
 use super::update::{Learners, UpdatePlan};
 use crate::config::{Config, TrainSections};
 use crate::diagnostics::{self, Examined, History};
 use crate::env::Tags;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::filter::{KeptRecord, Need, Scores};
 use crate::objective::Algorithm;
 use crate::policy::Policy;
@@ -372,58 +369,7 @@ impl Trainer {
         }
     }
 
-    /// After the last step and every so many.
-    fn is_checkpoint_due(&self) -> bool {
-        let is_last =
-            self.state.step == self.sections.training.steps || self.state.stopped.is_some();
-        is_last || self.state.step.is_multiple_of(self.sections.checkpoint.every)
-    }
-
-    /// Whether the best checkpoint is kept, and this would be it by a validation.
-    fn is_best(&self, record: &StepRecord) -> Result<bool> {
-        let (Some(store), Some(validation)) = (&self.store, &record.validation) else {
-            return Ok(false);
-        };
-        let is_better = |best: Option<f64>| best.is_none_or(|best| validation.reward_mean > best);
-        Ok(self.sections.checkpoint.best && is_better(store.best_score()?))
-    }
-
-    /// What the best checkpoint has the highest of.
-    fn score(&self, record: &StepRecord) -> Option<f64> {
-        match self.sections.validation.every {
-            0 => Some(record.sampled.reward_mean),
-            _ => record.validation.map(|validation| validation.reward_mean),
-        }
-    }
-
-    fn save(&mut self, score: Option<f64>, observer: &mut dyn Observer) -> Result<()> {
-        let Some(store) = &mut self.store else { return Ok(()) };
-        let started = Instant::now();
-        for policy in [Some(&self.parts.policy), self.parts.critic.as_ref().map(Critic::model)] {
-            policy.map_or(Ok(()), require_finite_weights)?;
-        }
-        let saved = Saved {
-            state: &self.state,
-            policy: &self.parts.policy,
-            optimizer: &self.parts.optimizer,
-            reference: self.parts.reference.as_ref(),
-            critic: self.parts.critic.as_ref(),
-            device: self.parts.policy.device(),
-        };
-        let mut writer = store.begin(self.state.step)?;
-        saved.write(&mut writer)?;
-        let committed = writer.commit(score)?;
-        observer.saved(&committed.path);
-        for warning in committed.warnings {
-            self.warn(observer, warning);
-        }
-        let seconds = started.elapsed().as_secs_f64();
-        self.report.time.checkpoint += seconds;
-        self.report.time.total += seconds;
-        Ok(())
-    }
-
-    fn warn(&mut self, observer: &mut dyn Observer, warning: String) {
+    pub(super) fn warn(&mut self, observer: &mut dyn Observer, warning: String) {
         // Said once: a run has many steps.
         if !self.report.warnings.contains(&warning) {
             observer.warning(&warning);
@@ -439,23 +385,6 @@ impl Trainer {
         self.report.validation = self.state.validation;
         self.report
     }
-}
-
-/// What has diverged is not saved: a run could not go on from it.
-fn require_finite_weights(policy: &Policy) -> Result<()> {
-    for parameter in policy.parameters().iter().filter(|it| it.tensor.numel() > 0) {
-        let found = parameter.tensor.detach().f_abs()?.f_max()?.to_kind(Kind::Double);
-        let found = found.double_value(&[]);
-        if !found.is_finite() {
-            return Err(Error::NonFinite {
-                place: policy.path().display().to_string(),
-                what: format!("a weight of `{}` after the update", parameter.name()),
-                found,
-                remedy: "the training has diverged, and earlier checkpoints are untouched: lower optimizer.learning_rate".into(),
-            });
-        }
-    }
-    Ok(())
 }
 
 /// Every so many steps, the first among them; never if that is 0.

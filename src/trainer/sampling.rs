@@ -21,9 +21,6 @@ impl Trainer {
         let wanted = self.sections.training.groups;
         let dynamic = self.sections.sampling.dynamic_sampling();
         let mut accepted = std::mem::take(&mut self.state.carried);
-        if self.state.carried_under.take().is_some_and(|under| under != self.sampled_under()) {
-            accepted.clear();
-        }
         let carried = accepted.len();
         let mut left_out = Vec::new();
         let mut rounds = 0;
@@ -81,6 +78,17 @@ impl Trainer {
         format!("{environment:?} {sampling:?} {temperature} {}", training.group_size)
     }
 
+    /// Drops groups that were left to a step under other settings.
+    pub(super) fn drop_foreign_groups(&mut self) {
+        let dropped = self.state.carried.len();
+        if dropped > 0 && self.state.carried_under != Some(self.sampled_under()) {
+            self.state.carried.clear();
+            self.report.warnings.push(format!(
+                "{dropped} groups of the step before are dropped: environment, sampling, policy.temperature or training.group_size are no longer what they were sampled under"
+            ));
+        }
+    }
+
     pub(super) fn stop_if_short(&mut self, sampled: &SampleRecord) {
         if self.shortage(sampled) == Some(OnLimit::Stop) {
             self.state.stopped = Some(format!(
@@ -94,10 +102,8 @@ impl Trainer {
 
     pub(super) fn validate(&mut self, time: &mut Times) -> Result<Option<ValidationRecord>> {
         let validation = &self.sections.validation;
-        let is_last =
-            self.state.step == self.sections.training.steps || self.state.stopped.is_some();
-        let due =
-            validation.every > 0 && (is_last || self.state.step.is_multiple_of(validation.every));
+        let due = validation.every > 0
+            && (self.end().is_some() || self.state.step.is_multiple_of(validation.every));
         if !due {
             return Ok(None);
         }
